@@ -1,0 +1,107 @@
+"""Simulate DualPipeV in unit costs and draw every rank's schedule.
+
+    python -m bench.schedule --pp 4 --micro-batches 10
+
+F is a forward, B a backward with its weight gradients, W these alone, of one chunk; an overlapped
+pair takes F&B. The drawing has one line a rank and a column a unit of time: digits are micro-
+batches, in lower case letters past 9; below each a mark for f, b, w or o (overlapped).
+"""
+
+from dataclasses import dataclass
+
+import tyro
+
+from common.dualpipev import Action, schedule
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action on a rank, from `start` to `end` in units of cost."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+def cost(action: Action, F: float = 1, B: float = 2, W: float = 1, FB: float = 3) -> float:
+    """What an action takes; a backward that holds its weight gradients back is W shorter."""
+    if action.w:
+        return W
+    if action.f and action.b:
+        return FB
+    return F if action.f else B - W * action.hold
+
+
+def needs(pp: int, rank: int, action: Action) -> list[tuple[str, int, int]]:
+    """What must be there before `action` starts: (kind, chunk of 2·pp, micro-batch)."""
+    out = []
+    if action.f:
+        chunk, m = whole(pp, rank, action.f[0]), action.f[1]
+        out += [("f", chunk - 1, m)] if chunk else []
+    if action.b:
+        chunk, m = whole(pp, rank, action.b[0]), action.b[1]
+        out += [("f", chunk, m)] if chunk == 2 * pp - 1 else [("b", chunk + 1, m)]
+    if action.w:
+        out += [("b", whole(pp, rank, action.w[0]), action.w[1])]
+    return out
+
+
+def whole(pp: int, rank: int, chunk: int) -> int:
+    """Number among all 2·pp chunks of a rank's chunk 0 or 1: the V goes down and up again."""
+    return rank if chunk == 0 else 2 * pp - 1 - rank
+
+
+def simulate(pp: int, micro_batches: int, **costs: float) -> list[Span]:
+    """When each rank runs each of its actions, transfers taking no time.
+
+    Raises ValueError if the ranks wait for each other for ever.
+    """
+    queues = [list(schedule(pp, rank, micro_batches)) for rank in range(pp)]
+    free, done, spans = [0.0] * pp, {}, []
+    while any(queues):
+        moved = False
+        for rank, queue in enumerate(queues):
+            while queue and all(key in done for key in needs(pp, rank, queue[0])):
+                action = queue.pop(0)
+                ready = [done[key] for key in needs(pp, rank, action)]
+                start = max([free[rank], *ready])
+                free[rank] = end = start + cost(action, **costs)
+                spans.append(Span(rank, action, start, end))
+                for kind, what in (("f", action.f), ("b", action.b)):
+                    if what:
+                        done[kind, whole(pp, rank, what[0]), what[1]] = end
+                moved = True
+        if not moved:
+            raise ValueError(f"pp {pp}, {micro_batches} micro-batches: deadlock")
+    return spans
+
+
+def draw(spans: list[Span]) -> str:
+    """Two lines a rank: micro-batch numbers, and what is done with them."""
+    width = int(max(span.end for span in spans))
+    lines = []
+    for rank in sorted({span.rank for span in spans}):
+        numbers, marks = [" "] * width, [" "] * width
+        for span in (s for s in spans if s.rank == rank):
+            a = span.action
+            m = (a.f or a.b or a.w)[1]
+            mark = "o" if a.f and a.b else "f" if a.f else "b" if a.b else "w"
+            for t in range(int(span.start), int(span.end)):
+                numbers[t] = "0123456789abcdefghijklmnopqrstuvwxyz"[m % 36]
+                marks[t] = mark
+        lines += [f"rank {rank:2d} |{''.join(numbers)}|", f"        |{''.join(marks)}|"]
+    return "\n".join(lines)
+
+
+def main(pp: int = 4, micro_batches: int = 10) -> None:
+    """Draw the schedule and say how much of each rank's time is idle."""
+    spans = simulate(pp, micro_batches)
+    print(draw(spans))
+    makespan = max(span.end for span in spans)
+    busy = sum(span.end - span.start for span in spans) / pp
+    print(f"{makespan:g} units, of which idle {makespan - busy:g} ({1 - busy / makespan:.1%})")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,378 @@
+"""Hugging Face model directories: read them lazily, fill a model's views from them, write them.
+
+A model here stacks its experts, a published one often does not, so both directions speak of
+*views*: `{Hugging Face name: tensor}` where the tensor is a view into a parameter. Saving reads
+the views and loading copies into them; which view is which part is the training script's business.
+
+    reader = Reader("Qwen3-30B-A3B")
+    load_views(reader, views, fused, ignore=("*.inv_freq",), n_experts=128)
+    save_views("out/model", views, config, torch.bfloat16)
+
+Only safetensors files are read and written (format: github.com/huggingface/safetensors, README).
+They are written here rather than by `safetensors.torch.save_file`, which wants all tensors of a
+file contiguous in host memory at once and reports a full disk as something other than OSError.
+"""
+
+import json
+import os
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+LOADABLE = ("F64", "F32", "BF16", "F16")  # others (fp8, packed int) mean nothing without scales
+
+
+# ---------------------------------------------------------------- reading
+
+
+class Reader:
+    """The tensors of a model directory or of one .safetensors file, read when asked for.
+
+    A directory may hold `model.safetensors`, or `model.safetensors.index.json` and its shards, or
+    any *.safetensors files with distinct names in them (looked for in this order).
+
+    Raises ValueError that names the path: nothing there, only pickled (`*.bin`) weights, a shard
+    that is missing, damaged or lacks a tensor that the index places in it, a name in two files.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._files = {}  # file -> open handle
+        self._where = {}  # tensor name -> its handle
+        for file, promised in _weight_files(self.path):
+            handle = self._open(file)
+            held = set(handle.keys())
+            lacking = sorted(promised - held)
+            if lacking:
+                raise ValueError(f"{file} lacks {_few(lacking)}, which {INDEX} places there")
+            for name in held:  # also what an index forgot: load_views then calls it surplus
+                if name in self._where:
+                    raise ValueError(f"{file} holds {name}, which another file there holds too")
+                self._where[name] = handle
+
+    def _open(self, file):
+        try:
+            return self._files.setdefault(file, safe_open(file, framework="pt"))
+        except (SafetensorError, OSError) as e:
+            raise ValueError(f"{file} cannot be read ({e}); copy or download it again") from e
+
+    @property
+    def names(self) -> set[str]:
+        """Every tensor's name."""
+        return set(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape, from the file's header."""
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The tensor's element type as safetensors spells it: "BF16", "F32", "U8", ..."""
+        return self._where[name].get_slice(name).get_dtype()
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """The tensor on the CPU in the file's dtype, or only `rows` of its first dimension."""
+        if rows is None:
+            return self._where[name].get_tensor(name)
+        return self._where[name].get_slice(name)[rows]
+
+
+def _weight_files(path: Path) -> list[tuple[Path, set[str]]]:
+    """The files to open, each with the names an index promises in it (empty: whatever it holds)."""
+    if path.is_file():
+        return [(path, set())]
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such model directory or .safetensors file")
+    if (path / "model.safetensors").is_file():
+        return [(path / "model.safetensors", set())]
+    if (path / INDEX).is_file():
+        return _indexed_files(path)
+    files = sorted(path.glob("*.safetensors"))
+    if not files and list(path.glob("*.bin")):
+        raise ValueError(
+            f"{path} holds only pickled weights (*.bin), which are not read: convert them with "
+            "transformers' from_pretrained and then save_pretrained, which writes safetensors"
+        )
+    if not files:
+        raise ValueError(f"{path} holds no *.safetensors file")
+    return [(file, set()) for file in files]
+
+
+def _indexed_files(path):
+    shards = {}
+    for name, file in read_json(path / INDEX).get("weight_map", {}).items():
+        shards.setdefault(file, set()).add(name)
+    absent = sorted(file for file in shards if not (path / file).is_file())
+    if absent or not shards:
+        said = f"names {_few(absent)}, not there" if absent else "has no weight_map"
+        raise ValueError(f"{path / INDEX} {said}: copy or download the model again")
+    return [(path / file, shards[file]) for file in sorted(shards)]
+
+
+def load_views(
+    reader: Reader,
+    views: dict[str, Tensor],
+    fused: dict[str, tuple[Tensor, int]] | None = None,
+    *,
+    ignore: tuple[str, ...] = (),
+    known: set[str] | None = None,
+    n_experts: int | None = None,
+) -> None:
+    """Copy a model's tensors from files into this rank's parameters, or copy nothing and say why.
+
+    views: Hugging Face name -> destination of that shape, any float dtype (the file's is cast).
+    fused: name of a stack of all experts, (E, ...) in the file -> (destination (E_local, ...), its
+        first expert). Read only where a view that lies inside the destination has no tensor of its
+        own in the files, so that both spellings on disk fill the same memory.
+    ignore: shell patterns of names that may be surplus ("lm_head.weight" when tied; "*.inv_freq").
+    known: every name of the whole model, in each spelling it may have, for a rank that holds a
+        part of it; without it, whatever this rank does not use is surplus.
+    n_experts: the rows that a fused tensor must have; without it, at least those used.
+
+    Raises ValueError naming (the first few of, and how many) missing and surplus tensors and those
+    of another shape or of an element type that is no plain float.
+    """
+    fused = fused or {}
+    missing = views.keys() - reader.names
+    stacks = {  # only the fused tensors that stand in for something missing
+        name: (dest, first)
+        for name, (dest, first) in fused.items()
+        if name in reader.names and any(_inside(views[m], dest) for m in missing)
+    }
+    dests = [dest for dest, _ in stacks.values()]
+    missing = {m for m in missing if not any(_inside(views[m], dest) for dest in dests)}
+    allowed = views.keys() | stacks.keys() | (known or set())
+    surplus = [
+        name
+        for name in reader.names - allowed
+        if not any(fnmatchcase(name, pattern) for pattern in ignore)
+    ]
+    present = {name: view for name, view in views.items() if name in reader.names}
+    wrong = _mismatches(reader, present, stacks, n_experts)
+    if missing or surplus or wrong:
+        parts = [("missing", missing), ("surplus", surplus), ("not as the model's", wrong)]
+        said = "; ".join(f"{len(p)} {what}: {_few(p)}" for what, p in parts if p)
+        raise ValueError(f"{reader.path} does not fit the model: {said}")
+    for name, (dest, first) in stacks.items():
+        dest.detach().copy_(reader.read(name, slice(first, first + dest.shape[0])))
+    for name, view in present.items():
+        view.detach().copy_(reader.read(name))
+
+
+def _inside(view, dest):
+    """Whether `view` lies in the memory of `dest`: dense views, maybe all of one flat buffer."""
+    if view.untyped_storage().data_ptr() != dest.untyped_storage().data_ptr():
+        return False
+    return 0 <= view.storage_offset() - dest.storage_offset() < dest.numel()
+
+
+def _mismatches(reader, present, stacks, n_experts):
+    wrong = []
+    for name, view in present.items():
+        if reader.shape(name) != tuple(view.shape):
+            wrong.append(f"{name} {reader.shape(name)}, the model has {tuple(view.shape)}")
+    for name, (dest, first) in stacks.items():
+        rows, *rest = reader.shape(name)
+        enough = rows >= first + dest.shape[0] if n_experts is None else rows == n_experts
+        if not enough or rest != list(dest.shape[1:]):
+            wanted = (n_experts or first + dest.shape[0], *dest.shape[1:])
+            wrong.append(f"{name} {reader.shape(name)}, the model has {wanted}")
+    for name in present.keys() | stacks.keys():
+        if reader.dtype(name) not in LOADABLE:
+            wrong.append(f"{name} {reader.dtype(name)}, loadable are {', '.join(LOADABLE)}")
+    return wrong
+
+
+def _few(names, n=4):
+    names = sorted(names, key=natural)
+    return ", ".join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
+
+
+# ---------------------------------------------------------------- writing
+
+
+def save_views(
+    path: str | Path,
+    views: dict[str, Tensor],
+    config: dict,
+    dtype: torch.dtype,
+    shard_gib: float = 4.0,
+    *,
+    holders: list[dict[str, int]] | None = None,
+    rank: int = 0,
+) -> None:
+    """Write a directory that transformers' from_pretrained loads: config, index, shards.
+
+    views: this rank's Hugging Face name -> tensor, any strides and device. Floats are written as
+        `dtype`, others as they are; one tensor at a time is brought to the CPU.
+    holders: for a model spread over ranks, what `nbytes(views, dtype)` gave on each of them, in
+        rank order. Every tensor is written by one of its holders into a file of its own rank, rank
+        0 writes the index, and nothing is sent. The layout depends on `holders` alone.
+
+    Raises OSError. The directory is made where it is not there; its files are fsynced.
+    """
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    holders = holders or [nbytes(views, dtype)]
+    shards = plan_shards(holders, int(shard_gib * 2**30))
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, (writer, names) in zip(files, shards):
+        if writer == rank:
+            write_tensors(path / file, {name: views[name] for name in names}, dtype)
+    if rank == 0:
+        sizes = {name: size for held in holders for name, size in held.items()}
+        weight_map = {name: f for f, (_, names) in zip(files, shards) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        write_json(path / INDEX, index)
+        write_json(path / "config.json", config)
+
+
+def nbytes(views: dict[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
+    """The bytes that each view takes in a file when floats are written as `dtype`."""
+    return {n: v.numel() * _file_dtype(v, dtype).itemsize for n, v in views.items()}
+
+
+def plan_shards(holders: list[dict[str, int]], limit: int) -> list[tuple[int, list[str]]]:
+    """Deal tensors to files of at most `limit` bytes (or one tensor): (writing rank, names) each.
+
+    Each tensor goes to the holder with the fewest bytes so far, in natural order of names, so that
+    replicas share the writing; a rank's files are numbered consecutively.
+    """
+    held_by = {}
+    for rank, held in enumerate(holders):
+        for name in held:
+            held_by.setdefault(name, []).append(rank)
+    load, mine = [0] * len(holders), [[] for _ in holders]
+    for name in sorted(held_by, key=natural):
+        rank = min(held_by[name], key=load.__getitem__)
+        load[rank] += holders[rank][name]
+        mine[rank].append(name)
+    shards = []
+    for rank, names in enumerate(mine):
+        room = -1
+        for name in names:
+            size = holders[rank][name]
+            if room < size:
+                shards.append((rank, []))
+                room = limit
+            shards[-1][1].append(name)
+            room -= size
+    return shards
+
+
+def write_tensors(
+    path: str | Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = None
+) -> None:
+    """Write one safetensors file and fsync it; floats as `dtype` (None: all as they are).
+
+    Tensors may have any strides and device. The same input gives the same bytes. Raises OSError.
+    """
+    # Wide elements first, as the format's own writer does: every tensor is then aligned.
+    order = sorted(tensors, key=lambda n: (-_file_dtype(tensors[n], dtype).itemsize, natural(n)))
+    header, end = {"__metadata__": {"format": "pt"}}, 0  # from_pretrained wants "pt"
+    for name in order:
+        kind, shape = _file_dtype(tensors[name], dtype), list(tensors[name].shape)
+        start, end = end, end + tensors[name].numel() * kind.itemsize
+        entry = {"dtype": SAFETENSORS_NAMES[kind], "shape": shape, "data_offsets": [start, end]}
+        header[name] = entry
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            flat = tensors[name].detach().to(_file_dtype(tensors[name], dtype)).reshape(-1).cpu()
+            f.write(flat.view(torch.uint8).numpy())
+        fsync(f)
+
+
+def _file_dtype(tensor, dtype):
+    return dtype if dtype and tensor.is_floating_point() else tensor.dtype
+
+
+def write_json(path: str | Path, value: dict) -> None:
+    """Write indented JSON and fsync it. Raises OSError."""
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(json.dumps(value, indent=2) + "\n")
+        fsync(f)
+
+
+def fsync(file) -> None:
+    """Put an open file's content on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def natural(name: str) -> list:
+    """A sort key under which layer 10 comes after layer 9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]
+
+
+# ---------------------------------------------------------------- config.json
+
+
+def read_json(path: str | Path) -> dict:
+    """A JSON object from a file. Raises ValueError where it is not there or not one."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ValueError(f"{path} cannot be read: {e.strerror}") from e
+    except ValueError as e:
+        raise ValueError(f"{path} is not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def read_config(source: str | Path | dict) -> dict:
+    """A model's config with one spelling for what has several; other keys are kept.
+
+    source: a model directory, a config.json or its content (not changed).
+    `num_local_experts` becomes `num_experts`. `rope_parameters` becomes `rope_theta` and
+    `rope_scaling`, which is None for plain RoPE and else has its kind under `rope_type`.
+
+    Raises ValueError: no such file, not JSON, two spellings that disagree.
+    """
+    if isinstance(source, dict):
+        config = dict(source)
+    else:
+        path = Path(source)
+        config = read_json(path / "config.json" if path.is_dir() else path)
+    _unify(config, "num_experts", config.pop("num_local_experts", None))
+    _unify(config, "rope_scaling", config.pop("rope_parameters", None))
+    rope = dict(config.get("rope_scaling") or {})
+    _unify(config, "rope_theta", rope.pop("rope_theta", None))
+    _unify(rope, "rope_type", rope.pop("type", None))
+    config["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    return config
+
+
+def _unify(config, key, other):
+    if other is None:
+        return
+    if config.get(key) not in (None, other):
+        raise ValueError(f"config has {key} {config[key]} and elsewhere {other}: keep one")
+    config[key] = other
+
+
+def expect_model_type(config: dict, types: tuple[str, ...]) -> None:
+    """Raise ValueError unless the config's `model_type` is one of `types`."""
+    if config.get("model_type") not in types:
+        wanted = " or ".join(types)
+        raise ValueError(f"model_type is {config.get('model_type')!r}, this script takes {wanted}")

@@ -1,0 +1,410 @@
+"""The whole script in one process: steps, routing options, evaluation, checkpoints, bad flags."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import train_qwen3_moe as script
+from common import checkpoint, hf
+from common.config import to_json
+from common.dualpipev import drive, run
+from common.mesh import Mesh
+from tests.oracle import randomise
+from tests.test_qwen3_moe import ODD, data, ours, run_config
+
+CPU = torch.device("cpu")
+ONE = torch.ones((), dtype=torch.float64)
+SMALL = dataclasses.replace(script.TINY, num_hidden_layers=2, hidden_size=40, head_dim=12)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The tiny preset, smaller still: a step takes some 20 ms."""
+    monkeypatch.setitem(script.MODELS, "tiny", SMALL)
+    flags = dict(
+        seq_len=32, micro_batch=2, global_batch=4, steps=6, lr=3e-3, dtype="fp32", compile=False,
+    )  # fmt: skip
+    monkeypatch.setitem(script.FLAGS, "tiny", flags)
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(out):
+    """Step records without their times."""
+    timed = ("step_s", "tokens_per_s", "mfu")
+    records = [r for r in metrics(out) if "loss" in r]
+    return [{k: v for k, v in r.items() if k not in timed} for r in records]
+
+
+def main(*flags):
+    script.main([str(flag) for flag in flags])
+
+
+# ------------------------------------------------------------------------------------------------
+# Runs
+# ------------------------------------------------------------------------------------------------
+
+
+def test_run_logs_evaluates_saves_and_transformers_loads_it(small, tmp_path, capsys):
+    main("--out", tmp_path, "--steps", 12, "--eval-every", 6, "--save-every", 6, "--sample-tokens", 5)
+    records = steps(tmp_path)
+    assert [r["step"] for r in records] == list(range(1, 13))
+    assert records[-1]["loss"] < records[0]["loss"] - 0.3
+    for key in "step loss balance expert_load grad_norm lr skipped".split():
+        assert key in records[0], key
+    timed = [r for r in metrics(tmp_path) if "step_s" in r][0]
+    assert timed["tokens_per_s"] == pytest.approx(4 * 32 / timed["step_s"]) and timed["mfu"] is None
+    for load in records[0]["expert_load"]:
+        assert len(load) == 8 and sum(load) == 4 * 32 * 2
+    printed = capsys.readouterr().out
+    assert "eval loss " in printed and "sample after 'def '" in printed
+    assert sum("eval_loss" in r for r in metrics(tmp_path)) == 2
+
+    (saved,) = [p for p in tmp_path.iterdir() if p.name == "step-00000012"]
+    theirs, missing = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not any(missing.values()), missing
+    model = script.model_of(run_config(init_from=saved))
+    assert model == SMALL
+    (chunk,) = script.build(model, run_config(dtype="fp32", seq_len=32), CPU)
+    script.load_weights([chunk], saved)
+    tokens = torch.arange(32)[None]
+    with torch.no_grad():
+        mine = drive(chunk(None, script.Batch(tokens), None))
+        assert (theirs(tokens).logits - mine).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("flags", [
+    [], ["--optimizer", "muon", "--bias-update-rate", "0.01", "--schedule", "cosine"],
+])  # fmt: skip
+def test_resumed_run_is_bit_equal(small, tmp_path, flags):
+    flags = [*flags, "--warmup", 5, "--save-every", 3]  # resumes in mid-warm-up
+    main("--out", tmp_path / "whole", *flags)
+    main("--out", tmp_path / "parts", *flags)
+    for late in (tmp_path / "parts").glob("step-*6"):
+        late.rename(late.parent / "gone")  # as if killed after step 5
+    main("--out", tmp_path / "parts", *flags)
+    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
+    a, b = (checkpoint.latest(tmp_path / d) for d in ("whole", "parts"))
+    for file in a.rglob("*.safetensors"):
+        assert file.read_bytes() == (b / file.relative_to(a)).read_bytes(), file.name
+
+
+def test_a_finished_run_is_not_trained_again_and_another_model_is_refused(small, tmp_path, capsys):
+    main("--out", tmp_path, "--steps", 2, "--save-every", 2)
+    main("--out", tmp_path, "--steps", 2, "--save-every", 2)
+    assert len(steps(tmp_path)) == 2
+    with pytest.raises(SystemExit, match="num_hidden_layers is 2 there and 1 here"):
+        main("--out", tmp_path, "--layers", 1)
+
+
+def test_eval_only_and_init_from(small, tmp_path, capsys):
+    main("--out", tmp_path / "a", "--save-every", 6, "--eval-every", 6)
+    said = capsys.readouterr().out.split("eval loss ")[1].split()[0]
+    main("--out", tmp_path / "a", "--eval-only")
+    assert capsys.readouterr().out.split("eval loss ")[1].split()[0] == said
+    main("--out", tmp_path / "b", "--eval-only", "--init-from", tmp_path / "a" / "step-00000006")
+    assert capsys.readouterr().out.split("eval loss ")[1].split()[0] == said
+
+
+BAD = {
+    "--layers 2 --ep 3": "--ep 3: must divide dp \\* cp",
+    "--micro-batch 3": "--global-batch 4.*use 3 or 6",
+    "--seq-len 5000": "max_position_embeddings 4096",
+    "--data nowhere": "nowhere",
+    "--pp 2": "pp \\* cp = 2 does not divide the 1 ranks",
+    "--init-from nowhere": "nowhere",
+    "--model-config nowhere.json": "nowhere.json",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_flags_are_one_line_before_any_model(small, tmp_path, flags, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script, "build", None)  # nothing may be built
+    with pytest.raises(SystemExit, match=BAD[flags]) as error:
+        main("--out", tmp_path / "o", *flags.split())
+    assert "\n" not in str(error.value) and not (tmp_path / "o").exists()
+
+
+def test_model_and_layout_that_do_not_fit_are_refused():
+    """Case 27: experts 8 with ep 3, heads, depth: key, value and what would work."""
+    for change, flags, said in (
+        ({}, dict(ep=3), "ep 3 does not divide num_experts 8; use one of \\[1, 2, 4, 8\\]"),
+        (dict(num_key_value_heads=3), {}, "num_key_value_heads 3 must divide num_attention_heads"),
+        (dict(head_dim=23), {}, "head_dim 23 must be even"),
+        (dict(num_experts_per_tok=9), {}, "num_experts_per_tok 9 must lie between 1 and"),
+        ({}, dict(pp=2), "--pp 2 needs at least 4 layers, the model has 3"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            script.check_model(dataclasses.replace(ODD, **change), run_config(**flags))
+
+
+def test_unsupported_configs_are_refused(tmp_path):
+    base = script.hf_config(ODD, "fp32")
+    for key, value, said in (
+        ("model_type", "llama", "llama"), ("hidden_act", "gelu", "hidden_act gelu"),
+        ("attention_bias", True, "attention_bias True"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "rope_type yarn"),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps({**base, key: value}))
+        with pytest.raises(ValueError, match=said):
+            script.model_of(run_config(model_config=tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------
+# Losses, routing, metrics
+# ------------------------------------------------------------------------------------------------
+
+
+def router_gradients(flags, count, coefficient=1.0):
+    """Router gradients of the auxiliary terms alone: the same micro-batch `count` times."""
+    cfg = run_config(balance_coef=coefficient, global_batch=2 * count, **flags)
+    (chunk,) = ours(ODD, cfg)
+    run([chunk], [data()] * count, 0 * ONE)
+    return [layer.mlp.gate.weight.grad for layer in chunk.model.layers.values()]
+
+
+@pytest.mark.parametrize("flags", [
+    dict(balance="micro-batch"), dict(balance="global-batch"), dict(balance="sequence"),
+    dict(balance="none", z_loss_coef=1.0),
+])  # fmt: skip
+def test_auxiliary_terms_do_not_depend_on_the_number_of_micro_batches(flags):
+    """Case 5. A uniform f gives no gradient, so global-batch is given another."""
+    want = router_gradients(flags, 1)
+    for count in (2, 4):
+        for a, b in zip(router_gradients(flags, count), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
+    if flags["balance"] in ("micro-batch", "sequence") or "z_loss_coef" in flags:
+        assert all(g.abs().max() > 1e-6 for g in want)
+
+
+@pytest.mark.parametrize("balance", ["sequence", "global-batch"])
+def test_balance_does_not_depend_on_the_cut_into_micro_batches(balance):
+    """Two sequences at once or one by one; `global-batch` uses the previous step's shares."""
+    batch = data()
+    halves = [script.Batch(batch.tokens[i : i + 1], batch.targets[i : i + 1]) for i in (0, 1)]
+    results = []
+    for batches in ([batch], halves):
+        (chunk,) = ours(ODD, run_config(balance=balance, balance_coef=1.0))
+        chunk.state[:, 0] = torch.arange(8.0).softmax(0)
+        run([chunk], batches, 0 * ONE)
+        results.append(chunk.model.layers["1"].mlp.gate.weight.grad)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-15)
+    assert results[0].abs().max() > 1e-6
+
+
+def test_global_batch_shares_come_from_the_previous_step():
+    """Uniform first; then what the last step counted, unless it was skipped."""
+    cfg = run_config(balance="global-batch", balance_coef=1.0)
+    (chunk,) = ours(ODD, cfg)
+    assert torch.equal(chunk.state[:, 0], torch.full((3, 8), 1 / 8, dtype=torch.float64))
+    run([chunk], [data()], ONE)
+    slots = chunk.statistics[:, 0].clone()
+    script.update_routers([chunk], cfg, skipped=True)
+    assert torch.equal(chunk.state[:, 0], torch.full((3, 8), 1 / 8, dtype=torch.float64))
+    assert not chunk.statistics.any()
+    run([chunk], [data()], ONE)
+    script.update_routers([chunk], cfg, skipped=False)
+    torch.testing.assert_close(chunk.state[:, 0], slots / (2 * 24 * 2), rtol=1e-12, atol=0)
+
+
+def test_mean_over_tokens_not_over_micro_batches():
+    """Case 6: micro-batches of 1 and 9 valid tokens equal one of 10; one without any is nothing."""
+    batch = data(shape=(1, 10))
+    batch.targets[0, 0] = script.IGNORE  # 9 valid, and 1 in the other
+    other = data(seed=2, shape=(1, 10))
+    other.targets[0, 1:] = script.IGNORE
+    none = data(seed=3, shape=(1, 10))
+    none.targets[:] = script.IGNORE
+    merged = script.Batch(
+        torch.cat([batch.tokens, other.tokens]), torch.cat([batch.targets, other.targets])
+    )
+    results = []
+    for batches in ([merged], [batch, other], [none, batch, other]):
+        (chunk,) = ours(ODD, run_config())
+        loss = script.gradients([chunk], batches, 10)
+        results.append((loss, [p.grad for p in chunk.parameters()]))
+    for loss, grads in results[1:]:
+        torch.testing.assert_close(loss, results[0][0], rtol=1e-12, atol=0)
+        for a, b in zip(grads, results[0][1], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
+    (chunk,) = ours(ODD, run_config())
+    loss = script.gradients([chunk], [none], 0)
+    assert loss == 0 and all(not p.grad.any() for p in chunk.parameters())
+
+
+def test_balance_metric():
+    """Case 35: 1.0 when perfect, by layer; opposite collapses in two layers stay visible."""
+    (chunk,) = ours(ODD, run_config(force_balance="stride"))
+    chunk.model.layers["0"].mlp.gate.weight.data.zero_()  # uniform probabilities
+    run([chunk], [data()], ONE)
+    balance, load = script.update_routers([chunk], run_config(), False)
+    assert balance[0] == pytest.approx(1.0, abs=1e-12) and (load == 2 * 24 * 2 / 8).all()
+    chunk.statistics[:] = 0
+    for layer, experts in ((0, [0, 1]), (1, [6, 7]), (2, range(8))):
+        chunk.statistics[layer, :, list(experts)] = 48 / len(experts)
+    balance, _ = script.update_routers([chunk], run_config(), False)
+    assert balance.tolist() == pytest.approx([4.0, 4.0, 1.0])
+
+
+def test_loss_has_no_auxiliary_part():
+    """Case 35: the logged loss is the language model's, whatever the coefficients."""
+    losses = []
+    for flags in (dict(balance="none"), dict(balance="sequence", balance_coef=10.0, z_loss_coef=1.0)):
+        (chunk,) = ours(ODD, run_config(**flags))
+        losses.append(script.gradients([chunk], [data()], 48))
+    assert losses[0] == losses[1]
+
+
+def test_forced_and_replayed_routing():
+    (chunk,) = ours(ODD, run_config(force_balance="stride"))
+    routes = {}
+    batch = dataclasses.replace(data(), routes=routes)
+    drive(chunk(None, batch, None))
+    for ids in routes.values():  # token t's j-th expert is (t + j·E/K) mod E
+        assert ids.tolist() == [[t % 8, (t + 4) % 8] for t in range(48)]
+    (chunk,) = ours(ODD, run_config(force_balance="random"))
+    first, again, other = {}, {}, {}
+    for index, kept in ((0, first), (0, again), (1, other)):
+        drive(chunk(None, dataclasses.replace(data(), routes=kept, index=index), None))
+    assert all(torch.equal(first[i], again[i]) for i in range(3))
+    assert not torch.equal(first[0], other[0]) and not torch.equal(first[0], first[1])
+    assert all(len(set(row)) == 2 for row in first[0].tolist())
+
+    (chunk,) = ours(ODD, run_config())
+    routes = {}
+    recorded = drive(chunk(None, dataclasses.replace(data(), routes=routes), None))
+    replayed = drive(chunk(None, dataclasses.replace(data(), routes=dict(routes)), None))
+    assert replayed == recorded and set(routes) == {0, 1, 2}
+    swapped = {i: (ids + 1) % 8 for i, ids in routes.items()}
+    assert drive(chunk(None, dataclasses.replace(data(), routes=swapped), None)) != recorded
+
+
+def test_routing_bias_moves_choices_not_weights():
+    """Auxiliary-loss-free: overloaded experts fall, and the weights stay the probabilities."""
+    cfg = run_config(bias_update_rate=0.125)
+    (chunk,) = ours(ODD, cfg)
+    chunk.statistics[0, 0] = torch.tensor([9.0, 1, 5, 5, 5, 5, 5, 5])
+    chunk.statistics[1:, 0] = 5
+    script.update_routers([chunk], cfg, False)
+    assert chunk.state[0, 1].tolist() == [-0.125, 0.125, 0, 0, 0, 0, 0, 0]
+    gate = chunk.model.layers["0"].mlp.gate
+    tokens = torch.randn(20, 64, dtype=torch.float64)
+    chunk.state[0, 1] = torch.tensor([0.0, 0, 0, 0, 0, 0, 9, 9])
+    weights, ids, _, _ = gate(tokens, 1, chunk.state[0], None)
+    assert set(ids.flatten().tolist()) == {6, 7}
+    probs = (tokens @ gate.weight.T).softmax(-1).gather(1, ids)
+    torch.testing.assert_close(weights, probs / probs.sum(-1, keepdim=True))
+
+
+def trainer(cfg, model=SMALL):
+    chunks = script.build(model, cfg, CPU)
+    loader = script.Loader(("stdlib",), cfg.seq_len, model.vocab_size, cfg.seed)
+    return script.Trainer(
+        model, cfg, Mesh(0, 1, 1, CPU), chunks, script.build_optimizer(chunks, cfg), loader
+    )
+
+
+def test_non_finite_step_is_skipped_and_counted():
+    """Case 8: weights, moments and routers stay as they were, and the next step goes on."""
+    t = trainer(run_config(dtype="fp32", seq_len=32, global_batch=4, bias_update_rate=0.1))
+    script.train_step(t, 1)
+    before = [x.clone() for _, _, _, x in t.optimizer.slices()]
+    state = t.chunks[0].state.clone()
+    poisoned = t.chunks[0].model.norm.weight
+    handle = poisoned.register_hook(lambda g: g * float("nan"))
+    record = script.train_step(t, 2)
+    handle.remove()
+    assert record["skipped"] == 1 and not record["grad_norm"] < float("inf")
+    assert all(torch.equal(a, b[3]) for a, b in zip(before, t.optimizer.slices(), strict=True))
+    assert torch.equal(state, t.chunks[0].state) and not t.chunks[0].statistics.any()
+    record = script.train_step(t, 3)
+    assert record["skipped"] == 1 and record["grad_norm"] > 0
+    assert not torch.equal(before[0], next(iter(t.optimizer.slices()))[3])
+
+
+def test_step_counts_every_token_whatever_the_accumulation():
+    """Case 34: four times the sequences are four times the tokens of a step."""
+    counts = []
+    for global_batch in (2, 8):
+        t = trainer(run_config(dtype="fp32", seq_len=32, global_batch=global_batch))
+        record = script.train_step(t, 1)
+        counts.append(record["tokens"])
+        assert record["tokens_per_s"] * record["step_s"] == pytest.approx(record["tokens"])
+    assert counts == [2 * 32, 8 * 32]
+
+
+def test_flops_by_hand():
+    """Case 34: 6 FLOPs an active weight, and attention over half the square."""
+    attention = 64 * 4 * 24 * 2 + 64 * 2 * 24 * 2  # q and o, k and v
+    sparse, dense = 3 * 64 * 20 * 2 + 64 * 8, 3 * 64 * 88
+    model = dataclasses.replace(ODD, mlp_only_layers=(1,))
+    active = 3 * attention + 2 * sparse + dense + 64 * 71
+    assert script.active_parameters(model) == active
+    scores = 3 * 4 * 24 * 2 * 2 * (100 / 2) * 3  # QK' and PV, forward and twice that backward
+    assert script.flops_per_token(model, 100) == 6 * active + scores
+
+
+# ------------------------------------------------------------------------------------------------
+# Initial weights
+# ------------------------------------------------------------------------------------------------
+
+
+def test_initial_weights_depend_on_seed_and_name_only():
+    """Case 31: every cut into chunks starts from the same bits, and no two experts are equal."""
+    cfg = run_config(dtype="bf16")
+    whole = dict(script.named_parameters(script.build(ODD, cfg, CPU, 1)))
+    for n_chunks in (2, 3):
+        parts = dict(script.named_parameters(script.build(ODD, cfg, CPU, n_chunks)))
+        assert parts.keys() == whole.keys()
+        assert all(torch.equal(parts[n], whole[n]) for n in whole)
+    other = dict(script.named_parameters(script.build(ODD, dataclasses.replace(cfg, seed=1), CPU)))
+    for name, p in whole.items():
+        if p.ndim > 1:
+            assert not torch.equal(p, other[name]), name
+            assert p.detach().float().std() == pytest.approx(0.02, rel=0.1), name
+        if p.ndim == 3:
+            assert len({e.float().numpy().tobytes() for e in p.detach()}) == 8, name
+    stack = whole["model.layers.1.mlp.experts.gate_up"].detach()
+    half = torch.empty_like(stack[4:])
+    script.initialise("model.layers.1.mlp.experts.gate_up", half, 0.02, 0, first_expert=4)
+    assert torch.equal(half, stack[4:])
+
+
+def test_layers_spread_with_the_remainder_inside():
+    model = dataclasses.replace(ODD, num_hidden_layers=6)
+    sizes = [len(c.model.layers) for c in script.build(model, run_config(), CPU, 4)]
+    assert sizes == [1, 2, 2, 1]
+
+
+def test_config_written_by_a_checkpoint_reads_back(tmp_path):
+    for model in (ODD, SMALL, dataclasses.replace(ODD, mlp_only_layers=(1,), rope_theta=7.0)):
+        hf.write_json(tmp_path / "config.json", script.hf_config(model, "bf16"))
+        assert script.model_of(run_config(model_config=tmp_path)) == model
+    assert json.dumps(to_json(run_config(out=tmp_path)))
+
+
+def test_randomised_weights_train_down_in_every_option(small, tmp_path):
+    """Each value of each choice runs a step and gives a finite loss."""
+    for i, flags in enumerate((
+        "--optimizer muon --moments bf16", "--recompute layer --balance sequence",
+        "--recompute experts --balance micro-batch", "--dtype bf16 --force-balance random",
+        "--balance none --z-loss-coef 1e-3", "--schedule constant --clip 0", "--dtype fp64",
+        "--profile 1:2",
+    )):  # fmt: skip
+        main("--out", tmp_path / str(i), "--steps", 2, *flags.split())
+        losses = [r["loss"] for r in steps(tmp_path / str(i))]
+        assert len(losses) == 2 and all(0 < loss < 8 for loss in losses), flags
+    assert list((tmp_path / "7" / "profile").iterdir())
+
+
+def test_randomise_is_used_by_the_oracle_on_every_parameter():
+    (chunk,) = ours(ODD, run_config())
+    for name, p in chunk.named_parameters():
+        assert p.std() > 0.05, name
+    randomise(chunk, 1)
