@@ -153,9 +153,7 @@ def _parse_with(Config: type, presets: dict[str, dict[str, Any]], preset: str, a
     title = (sys.modules[Config.__module__].__doc__ or "").strip().split("\n")[0]
     shown = f"{title}\n\nPresets: {', '.join(presets)}. The defaults below are those of {preset}."
     default = Config(**{"preset": preset, **presets[preset]})
-    return tyro.cli(
-        Config, default=default, args=argv, description=shown, console_outputs=_rank0()
-    )
+    return tyro.cli(Config, default=default, args=argv, description=shown, console_outputs=_rank0())
 
 
 def _rank0() -> bool:
@@ -239,8 +237,10 @@ def _check_layout(run: Run, world: int) -> None:
     pp, cp, ep = run.pp, run.cp, run.ep
     if world % (pp * cp):
         good = ", ".join(map(str, _divisors(world)))
-        raise ValueError(f"--pp {pp} --cp {cp}: pp * cp = {pp * cp} does not divide the {world} "
-                         f"ranks; it can be {good}")
+        raise ValueError(
+            f"--pp {pp} --cp {cp}: pp * cp = {pp * cp} does not divide the {world} "
+            f"ranks; it can be {good}"
+        )
     dp = world // (pp * cp)
     if (dp * cp) % ep:
         good = ", ".join(map(str, _divisors(dp * cp)))
@@ -249,12 +249,20 @@ def _check_layout(run: Run, world: int) -> None:
     if run.global_batch % each:
         below = run.global_batch // each * each
         good = f"{below} or {below + each}" if below else f"{each}"
-        _refuse(run, "global_batch", f"not a multiple of --micro-batch {run.micro_batch} times "
-                f"{dp} data-parallel ranks; use {good}")
+        _refuse(
+            run,
+            "global_batch",
+            f"not a multiple of --micro-batch {run.micro_batch} times "
+            f"{dp} data-parallel ranks; use {good}",
+        )
     count = run.global_batch // each
     if pp > 1 and count < 2 * pp:
-        _refuse(run, "global_batch", f"makes {count} micro-batches, --pp {pp} needs at least "
-                f"{2 * pp}; use {2 * pp * each} or more, or a smaller --micro-batch or --pp")
+        _refuse(
+            run,
+            "global_batch",
+            f"makes {count} micro-batches, --pp {pp} needs at least "
+            f"{2 * pp}; use {2 * pp * each} or more, or a smaller --micro-batch or --pp",
+        )
     half = 2 * cp  # zigzag: a rank holds two pieces of each sequence
     if cp > 1 and run.seq_len % half:
         below = run.seq_len // half * half

@@ -65,16 +65,21 @@ class Source:
             k, offset = self._locate(at)
             count = min(stop, self.starts[k + 1]) - at
             here, there = slice(at - start, at - start + count), slice(offset, offset + count)
-            ids[here] = (_mapped(self.files[k], DTYPES[self.meta["dtype"]])
-                         if self.memory is None else self.memory)[there]
+            ids[here] = (
+                _mapped(self.files[k], DTYPES[self.meta["dtype"]])
+                if self.memory is None
+                else self.memory
+            )[there]
             if self.masks[k] is not None:
                 keep[here] = _mapped(self.masks[k], np.dtype("u1"))[there] != 0
             at += count
         if ids.max() >= vocab_size:
             bad = int(np.argmax(ids >= vocab_size))
             k, offset = self._locate(start + bad)
-            raise ValueError(f"data {self.name}: token {ids[bad]} at offset {offset} (in tokens) "
-                             f"of {self.files[k]} is not below the vocabulary {vocab_size}")
+            raise ValueError(
+                f"data {self.name}: token {ids[bad]} at offset {offset} (in tokens) "
+                f"of {self.files[k]} is not below the vocabulary {vocab_size}"
+            )
         return ids, keep
 
     def _locate(self, position: int) -> tuple[int, int]:
@@ -150,17 +155,23 @@ def open_source(spec: str) -> Source:
     for file in files:
         tokens, rest = divmod(file.stat().st_size, DTYPES[meta["dtype"]].itemsize)
         if rest:
-            raise ValueError(f"data {name}: the size of {file.name}, {file.stat().st_size} bytes, "
-                             f"is no multiple of a {meta['dtype']}: cut off or of another dtype")
+            raise ValueError(
+                f"data {name}: the size of {file.name}, {file.stat().st_size} bytes, "
+                f"is no multiple of a {meta['dtype']}: cut off or of another dtype"
+            )
         mask = file.with_suffix(".mask")
         if mask.exists() and mask.stat().st_size != tokens:
-            raise ValueError(f"data {name}: {mask.name} must have one byte for each of the "
-                             f"{tokens} tokens of {file.name}, got {mask.stat().st_size}")
+            raise ValueError(
+                f"data {name}: {mask.name} must have one byte for each of the "
+                f"{tokens} tokens of {file.name}, got {mask.stat().st_size}"
+            )
         masks.append(mask if mask.exists() else None)
         starts.append(starts[-1] + tokens)
     if starts[-1] != meta["tokens"]:
-        raise ValueError(f"data {name}: meta.json says {meta['tokens']} tokens, the *.bin files "
-                         f"hold {starts[-1]}; the directory is incomplete or has stray files")
+        raise ValueError(
+            f"data {name}: meta.json says {meta['tokens']} tokens, the *.bin files "
+            f"hold {starts[-1]}; the directory is incomplete or has stray files"
+        )
     return Source(name, weight, meta, files, masks, starts)
 
 
@@ -178,13 +189,24 @@ def stdlib_tokens() -> tuple[np.ndarray, dict]:
     for file in sorted(files):
         parts += [np.frombuffer(file.read_bytes(), np.uint8).astype("<u2"), eos]
     ids = np.concatenate(parts) if parts else eos[:0]
-    meta = dict(dtype="uint16", vocab_size=257, tokenizer=BYTES, eos_id=256, tokens=len(ids),
-                documents=len(files), sha256=hashlib.sha256(ids.tobytes()).hexdigest())
+    meta = dict(
+        dtype="uint16",
+        vocab_size=257,
+        tokenizer=BYTES,
+        eos_id=256,
+        tokens=len(ids),
+        documents=len(files),
+        sha256=hashlib.sha256(ids.tobytes()).hexdigest(),
+    )
     return ids, meta
 
 
-def write_tokens(path: str | Path, tokens: np.ndarray | Iterable[np.ndarray], meta: dict,
-                 masks: Iterable[np.ndarray] | None = None) -> dict:
+def write_tokens(
+    path: str | Path,
+    tokens: np.ndarray | Iterable[np.ndarray],
+    meta: dict,
+    masks: Iterable[np.ndarray] | None = None,
+) -> dict:
     """Write a token directory completely or not at all; returns the meta that was written.
 
     path: must not exist; written beside under a temporary name and renamed when complete.
@@ -207,8 +229,10 @@ def write_tokens(path: str | Path, tokens: np.ndarray | Iterable[np.ndarray], me
             assert ids.ndim == 1 and ids.dtype.kind in "iu", (ids.shape, ids.dtype)
             bad = ids[(ids < 0) | (ids >= meta["vocab_size"])]  # the cast would wrap silently
             if len(bad):
-                raise ValueError(f"data {path}: token {bad[0]} of shard {k} is not in "
-                                 f"[0, vocab_size {meta['vocab_size']})")
+                raise ValueError(
+                    f"data {path}: token {bad[0]} of shard {k} is not in "
+                    f"[0, vocab_size {meta['vocab_size']})"
+                )
             ids.astype(DTYPES[meta["dtype"]]).tofile(partial / f"{k:05d}.bin")
             meta["tokens"] += len(ids)
             ends += int(np.sum(ids == meta["eos_id"]))
@@ -245,7 +269,7 @@ def permute(index: int, n: int, seed: int, epoch: int) -> int:
 @functools.lru_cache(maxsize=64)
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=24).digest()
-    return tuple(int.from_bytes(digest[i:i + 8], "little") for i in (0, 8, 16))
+    return tuple(int.from_bytes(digest[i : i + 8], "little") for i in (0, 8, 16))
 
 
 def _mix(x: int) -> int:
@@ -266,10 +290,14 @@ def batch_map(global_batch: int, micro_batch: int, dp: int) -> list[list[slice]]
     below, rest = divmod(global_batch, step)
     if rest:
         near = " or ".join(str(k * step) for k in (below, below + 1) if k)
-        raise ValueError(f"global-batch {global_batch} is no multiple of micro-batch {micro_batch} "
-                         f"x dp {dp} = {step}; {near} would work")
-    return [[slice((m * dp + r) * micro_batch, (m * dp + r + 1) * micro_batch) for r in range(dp)]
-            for m in range(below)]
+        raise ValueError(
+            f"global-batch {global_batch} is no multiple of micro-batch {micro_batch} "
+            f"x dp {dp} = {step}; {near} would work"
+        )
+    return [
+        [slice((m * dp + r) * micro_batch, (m * dp + r + 1) * micro_batch) for r in range(dp)]
+        for m in range(below)
+    ]
 
 
 class Loader:
@@ -288,8 +316,14 @@ class Loader:
     eval_fraction is 0. `read` touches no state: another thread may call it.
     """
 
-    def __init__(self, specs: Sequence[str], seq_len: int, vocab_size: int, seed: int,
-                 eval_fraction: float = 0.01):
+    def __init__(
+        self,
+        specs: Sequence[str],
+        seq_len: int,
+        vocab_size: int,
+        seed: int,
+        eval_fraction: float = 0.01,
+    ):
         """specs: "DIR[:WEIGHT]" each; seq_len: T, in tokens; vocab_size: the model's.
 
         Raises ValueError for what `open_source` refuses, a repeated source, one shorter than a
@@ -303,9 +337,13 @@ class Loader:
         total = sum(source.weight for source in self.sources)
         self.shares = [source.weight / total for source in self.sources]
         self.eos_ids = [source.meta["eos_id"] for source in self.sources]  # None: it has none
-        self.fingerprint = {source.name: {"tokens": source.meta["tokens"],  # for logs
-                                          "sha256": source.meta.get("sha256")}
-                            for source in self.sources}
+        self.fingerprint = {
+            source.name: {
+                "tokens": source.meta["tokens"],  # for logs
+                "sha256": source.meta.get("sha256"),
+            }
+            for source in self.sources
+        }
         self.consumed = [0] * len(specs)  # samples ever taken
         self.since = [0] * len(specs)  # its value when the present mixture began
         self.unused = {}  # consumed, by name, of sources that are not in this mixture
@@ -314,12 +352,16 @@ class Loader:
         if source.name in [other.name for other in self.sources]:
             raise ValueError(f"data {source.name}: given twice; give it once with a larger weight")
         if source.meta["vocab_size"] > self.vocab_size:
-            raise ValueError(f"data {source.name}: its vocabulary is {source.meta['vocab_size']}, "
-                             f"the model's only {self.vocab_size}")
+            raise ValueError(
+                f"data {source.name}: its vocabulary is {source.meta['vocab_size']}, "
+                f"the model's only {self.vocab_size}"
+            )
         n = (source.starts[-1] - 1) // self.seq_len
         if n < 1:
-            raise ValueError(f"data {source.name}: {source.starts[-1]} tokens are fewer than one "
-                             f"sequence and its last target, seq-len {self.seq_len} + 1")
+            raise ValueError(
+                f"data {source.name}: {source.starts[-1]} tokens are fewer than one "
+                f"sequence and its last target, seq-len {self.seq_len} + 1"
+            )
         held = min(n - 1, max(1, round(eval_fraction * n))) if eval_fraction else 0
         self.sources.append(source)
         self.n_train.append(n - held)
@@ -361,13 +403,19 @@ class Loader:
         for _ in range(min(count, sum(self.n_held))):
             left = [s for s, held in enumerate(self.n_held) if counts[s] < held]
             counts[min(left, key=lambda s: (2 * counts[s] + 1) / self.sources[s].weight)] += 1
-        return [(s, self.n_train[s] + j * self.n_held[s] // k)
-                for s, k in enumerate(counts) for j in range(k)]
+        return [
+            (s, self.n_train[s] + j * self.n_held[s] // k)
+            for s, k in enumerate(counts)
+            for j in range(k)
+        ]
 
     def state_dict(self) -> dict:
         """The position in the data: {"consumed", "since", "shares"}, each a dict by source."""
-        return {"consumed": self.unused | self._by_name(self.consumed),
-                "since": self._by_name(self.since), "shares": self._by_name(self.shares)}
+        return {
+            "consumed": self.unused | self._by_name(self.consumed),
+            "since": self._by_name(self.since),
+            "shares": self._by_name(self.shares),
+        }
 
     def _by_name(self, values: list) -> dict:
         return {source.name: value for source, value in zip(self.sources, values, strict=True)}
@@ -380,18 +428,24 @@ class Loader:
         Raises ValueError if the state has another shape; the loader is then unchanged.
         """
         keys = set(state) if isinstance(state, dict) else set()
-        if not (keys in ({"consumed"}, {"consumed", "since", "shares"})
-                and all(isinstance(part, dict) for part in state.values())
-                and all(map(_is_count, state["consumed"].values()))
-                and state.get("since", {}).keys() == state.get("shares", {}).keys()):
-            raise ValueError("data state: expected {'consumed': {source: samples}, 'since': ..., "
-                             f"'shares': ...}}, got {str(state)[:200]}")
+        if not (
+            keys in ({"consumed"}, {"consumed", "since", "shares"})
+            and all(isinstance(part, dict) for part in state.values())
+            and all(map(_is_count, state["consumed"].values()))
+            and state.get("since", {}).keys() == state.get("shares", {}).keys()
+        ):
+            raise ValueError(
+                "data state: expected {'consumed': {source: samples}, 'since': ..., "
+                f"'shares': ...}}, got {str(state)[:200]}"
+            )
         consumed = self._by_name([0] * len(self.sources)) | state["consumed"]
         self.consumed = [consumed.pop(source.name) for source in self.sources]
         self.unused = consumed
         same = state.get("shares") == self._by_name(self.shares)
-        self.since = [state["since"][source.name] if same else done
-                      for source, done in zip(self.sources, self.consumed, strict=True)]
+        self.since = [
+            state["since"][source.name] if same else done
+            for source, done in zip(self.sources, self.consumed, strict=True)
+        ]
 
 
 def decoder(specs: Sequence[str]) -> Callable[[list[int]], str] | None:
@@ -408,13 +462,18 @@ def _codec(specs: Sequence[str]) -> tuple[Callable | None, Callable | None]:
     folders = [parse_spec(spec)[0] for spec in specs]
     names = {BYTES if folder == STDLIB else read_meta(folder)["tokenizer"] for folder in folders}
     if names == {BYTES}:
-        return (lambda text: list(text.encode()),
-                lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"))
+        return (
+            lambda text: list(text.encode()),
+            lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"),
+        )
     files = [Path(folder, name) for name in names if name for folder in folders]
     files = [file for file in files if file.is_file()]
     if len(names) > 1 or not files:
         return None, None
     from tokenizers import Tokenizer  # only here: byte vocabularies do without the library
+
     tokenizer = Tokenizer.from_file(str(files[0]))
-    return (lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
-            lambda ids: tokenizer.decode(list(ids)))
+    return (
+        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        lambda ids: tokenizer.decode(list(ids)),
+    )

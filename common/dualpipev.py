@@ -18,6 +18,7 @@ No context manager may span a yield: the other generator would run inside it.
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -273,6 +274,10 @@ class Action:
     hold: bool = False
     phase: int = 0
 
+    def __str__(self) -> str:
+        named = {"forward": self.f, "backward": self.b, "weights": self.w}
+        return " + ".join(f"{kind} {x[0]}.{x[1]}" for kind, x in named.items() if x)
+
 
 def plain(micro_batches: int) -> Iterator[Action]:
     """One chunk and nothing to overlap: each micro-batch forward, then backward."""
@@ -347,13 +352,15 @@ def run(
     batches: Sequence[Any],
     loss_grad: Tensor | None = None,
     cut_all: bool = False,
+    around: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
 ) -> list[Tensor]:
     """Take every micro-batch through `chunks`, and back if `loss_grad` is given.
 
     A chunk is called as `chunk(x, batch, deferred)` and returns its steps; the first gets x =
     None, the last returns the micro-batch's loss (summed; a scalar). `loss_grad` is the gradient
-    of each of these losses (scalar). Parameter gradients accumulate in `.grad`. One chunk goes
-    micro-batch by micro-batch; two follow DualPipeV. Returns the losses, detached.
+    of each of these losses (scalar). Parameter gradients accumulate. One chunk goes micro-batch by
+    micro-batch; two follow DualPipeV. `around` names each action for a profiler. Returns the
+    losses, detached.
     """
     train, last = loss_grad is not None, len(chunks) - 1
     actions = plain(len(batches)) if last == 0 else schedule(1, 0, len(batches))
@@ -377,7 +384,10 @@ def run(
     for action in actions:
         f = start_forward(*action.f) if action.f else None
         b = start_backward(*action.b, action.hold) if action.b and train else None
-        output, input_grads = pair(f, b)
+        with around(str(action)):
+            output, input_grads = pair(f, b)
+            if action.w and train:
+                tapes.pop(action.w).flush()
         if f is not None:
             outputs[action.f] = output
         if b is not None:
@@ -386,6 +396,4 @@ def run(
                 grads[chunk - 1, m] = input_grads[0]
             if not action.hold:
                 del tapes[action.b]
-        if action.w and train:
-            tapes.pop(action.w).flush()
     return [outputs[last, m] for m in range(len(batches))]

@@ -347,12 +347,14 @@ def read_config(source: str | Path | dict) -> dict:
     `num_local_experts` becomes `num_experts`. `rope_parameters` becomes `rope_theta` and
     `rope_scaling`, which is None for plain RoPE and else has its kind under `rope_type`.
 
-    Raises ValueError: no such file, not JSON, two spellings that disagree.
+    Raises ValueError: no such file, not JSON, two spellings that disagree, a run's --out.
     """
     if isinstance(source, dict):
         config = dict(source)
     else:
         path = Path(source)
+        if steps := sorted(path.glob("step-*")):
+            raise ValueError(f"{path} is a run's directory, not a model's: use {steps[-1]}")
         config = read_json(path / "config.json" if path.is_dir() else path)
     _unify(config, "num_experts", config.pop("num_local_experts", None))
     _unify(config, "rope_scaling", config.pop("rope_parameters", None))

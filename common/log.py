@@ -3,12 +3,14 @@
 Nothing here decides anything about training; the script calls it once a step, from every rank.
 """
 
+import contextlib
 import json
 import math
 import os
 import re
 import secrets
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -300,14 +302,18 @@ class Profiler:
         self._trace.export_chrome_trace(str(folder / f"trace-rank{self.rank}.json"))
         self._trace = None
 
-    def mark(self, name: str) -> int | None:
-        """Begin an NVTX range, for nsys; ranges of two generators may overlap. None if idle."""
-        if not self._trace or not torch.cuda.is_available():
-            return None
-        return torch.cuda.nvtx.range_start(name)
+    @contextlib.contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """Name what runs inside, in the trace and (on CUDA) as an NVTX range for nsys.
 
-    def unmark(self, handle: int | None) -> None:
-        """End the range that `mark` began."""
+        May enclose generators that take turns, but never stand inside one across a yield.
+        """
+        if not self._trace:
+            yield
+            return
+        handle = torch.cuda.nvtx.range_start(name) if torch.cuda.is_available() else None
+        with torch.profiler.record_function(name):
+            yield
         if handle is not None:
             torch.cuda.nvtx.range_end(handle)
 

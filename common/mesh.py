@@ -38,4 +38,8 @@ def start(run: Run) -> Mesh:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    if run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once
+        torch.utils.deterministic.fill_uninitialized_memory = False  # poisoning is for tests
+    torch.use_deterministic_algorithms(run.deterministic)
     return Mesh(rank, world, world // (run.pp * run.cp), device)

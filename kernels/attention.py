@@ -91,7 +91,8 @@ def _cudnn_forward(q, k, v, scale):
     out, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, True, False, scale=scale
     )
-    return out, lse.squeeze(-1), seed, offset
+    # A copy: torch 2.11's AOTAutograd takes a view for differentiable, whatever it is marked.
+    return out, lse.squeeze(-1).clone(), seed, offset
 
 
 def _cudnn_backward(dout, q, k, v, out, lse, seed, offset, scale):
@@ -178,7 +179,9 @@ class _FusedAttention(torch.autograd.Function):
 
 def _needs_flash(q, v, cu_seqlens, window):
     wide = max(q.shape[-1], v.shape[-1]) > _CUDNN_MAX_WIDTH
-    return window is not None or cu_seqlens is not None or wide
+    # cuDNN's backward only warns under deterministic algorithms; flash attention's obeys.
+    repeatable = torch.are_deterministic_algorithms_enabled()
+    return window is not None or cu_seqlens is not None or wide or repeatable
 
 
 def _aligned(x):

@@ -17,7 +17,7 @@ Shapes: N tokens, D hidden width, V vocabulary.
 import torch
 import torch.nn.functional as F
 
-CHUNK_BYTES = 128 * 2**20
+CHUNK_BYTES = 512 * 2**20
 """Size of one chunk's logits (fp32, or float64 for float64); two or three such buffers live at
 once. Larger chunks read the weights and rewrite the fp32 weight gradient fewer times."""
 
@@ -150,9 +150,9 @@ def linear_cross_entropy(hidden_ND, weight_VD, targets_N, *, ignore_index=-100, 
     """
     _check(hidden_ND, weight_VD, targets_N)
     if not (torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)):
-        return _loss_and_grads(
-            hidden_ND, weight_VD, targets_N, ignore_index, z_loss, False, False
-        )[0]
+        return _loss_and_grads(hidden_ND, weight_VD, targets_N, ignore_index, z_loss, False, False)[
+            0
+        ]
     return _LinearCrossEntropy.apply(hidden_ND, weight_VD, targets_N, ignore_index, z_loss)
 
 

@@ -100,9 +100,7 @@ def _grouped_sum(x_SO: Tensor, offsets_E: Tensor) -> Tensor:
     return _grouped_wgrad(x_SO, ones, offsets_E)[:, :, 0]
 
 
-def _activate_backward(
-    h_S2F: Tensor, da_SF: Tensor, activation: Activation
-) -> Tensor:
+def _activate_backward(h_S2F: Tensor, da_SF: Tensor, activation: Activation) -> Tensor:
     """Gradient of the pre-activation for the activation's gradient, both fp32 or float64."""
     gate, value = up(h_S2F).chunk(2, dim=-1)
     if activation == "swiglu":
@@ -208,6 +206,4 @@ def expert_mlp(
             f"the plan is for {len(plan.offsets_E)} experts, the weights for {experts}"
         )
     biases = biases or (None, None)
-    return _ExpertMLP.apply(
-        rows_RD, weights_S, gate_up, down, *biases, plan, activation, defer
-    )
+    return _ExpertMLP.apply(rows_RD, weights_S, gate_up, down, *biases, plan, activation, defer)

@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread, fixed seeds, and gpu tests deselected (not skipped) without a GPU."""
+"""Shared by all tests: one thread, fixed seeds; gpu tests are deselected without a GPU."""
 
 import pytest
 import torch

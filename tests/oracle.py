@@ -1,4 +1,4 @@
-"""transformers as the oracle: tiny models with odd sizes, every parameter random, also in float64."""
+"""transformers as the oracle: every parameter random, also in float64."""
 
 import contextlib
 import types

@@ -16,6 +16,7 @@ from kernels.attention import _fused, add_sink, attention, attention_ref, sink_g
 
 def make(B, H, Hkv, T, Dqk, Dv, dtype=torch.float64, device="cpu", transposed=True):
     """q, k, v as transposed views of (B, T, H, D), and sinks; all of them leaves."""
+
     def one(heads, width):
         shape = (B, T, heads, width) if transposed else (B, heads, T, width)
         x = torch.randn(shape, dtype=torch.float64, device=device).to(dtype)
@@ -357,7 +358,7 @@ def error(got, exact):
 
 GPU_CASES = {
     "qwen3": (dict(B=2, H=32, Hkv=4, T=512, Dqk=128, Dv=128), dict()),
-    "mla": (dict(B=2, H=16, Hkv=16, T=512, Dqk=192, Dv=128), dict()),
+    "deepseek": (dict(B=2, H=16, Hkv=16, T=512, Dqk=192, Dv=128), dict()),
     "gpt-oss": (dict(B=2, H=64, Hkv=8, T=512, Dqk=64, Dv=64), dict(sink=True)),
     "gpt-oss window": (dict(B=2, H=64, Hkv=8, T=512, Dqk=64, Dv=64), dict(window=128, sink=True)),
     "odd length": (dict(B=1, H=8, Hkv=2, T=333, Dqk=128, Dv=128), dict(sink=True)),
@@ -412,7 +413,9 @@ def test_gpu_layouts(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["qwen3", "mla", "gpt-oss", "gpt-oss window", "4 documents, all"])
+@pytest.mark.parametrize(
+    "case", ["qwen3", "deepseek", "gpt-oss", "gpt-oss window", "4 documents, all"]
+)
 def test_gpu_compiled(case):
     torch._dynamo.reset()
     q, k, v, options = build(case)

@@ -170,6 +170,7 @@ def test_micro_batches_add_up():
 
 def assert_no_worse_than_eager(hidden, weight, targets, floor, **options):
     """err(kernel, exact) <= 2 * err(eager bf16, exact) + floor: loss and both gradients."""
+
     def eager(hidden, weight, targets, z_loss=0.0):
         logits = (hidden @ weight.T).float()
         z = logits.logsumexp(-1)[targets != -100].square().sum()
@@ -288,9 +289,7 @@ def test_gpu_weight_gradient_is_summed_in_fp32(monkeypatch):
 @pytest.mark.gpu
 def test_gpu_memory():
     """Peak beyond inputs and gradients: a few chunks, far below the full logits."""
-    hidden, weight, targets = make(
-        n=16384, d=128, vocab=32000, dtype=torch.bfloat16, device="cuda"
-    )
+    hidden, weight, targets = make(n=65536, d=128, vocab=32000, dtype=torch.bfloat16, device="cuda")
     linear_cross_entropy(hidden[:64], weight, targets[:64]).backward()  # library workspaces
     hidden.grad = weight.grad = None
     torch.cuda.synchronize()
@@ -299,4 +298,4 @@ def test_gpu_memory():
     linear_cross_entropy(hidden, weight, targets).backward()
     extra = torch.cuda.max_memory_allocated() - before
     grads = 4 * weight.numel() + 2 * hidden.numel() + 2 * weight.numel()
-    assert extra - grads < 4 * ce.CHUNK_BYTES < 16384 * 32000 * 4 / 3
+    assert extra - grads < 4 * ce.CHUNK_BYTES < 65536 * 32000 * 4 / 3

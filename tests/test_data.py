@@ -76,7 +76,7 @@ def test_resume_continues_an_uninterrupted_order_at_any_batch_size(tmp_path):
         loader = Loader(specs, 10, 1000, seed=1)
         loader.load_state_dict(state)
         tail = [s for size in (8, 1, 32, 5) * 4 for s in loader.take(size)]
-        assert head + tail == whole[:cut + len(tail)]
+        assert head + tail == whole[: cut + len(tail)]
 
 
 def test_resume_at_an_epoch_boundary(tmp_path):
@@ -88,8 +88,10 @@ def test_resume_at_an_epoch_boundary(tmp_path):
 
 
 def test_batch_map_is_micro_batch_major():
-    assert batch_map(12, 2, 3) == [[slice(0, 2), slice(2, 4), slice(4, 6)],
-                                   [slice(6, 8), slice(8, 10), slice(10, 12)]]
+    assert batch_map(12, 2, 3) == [
+        [slice(0, 2), slice(2, 4), slice(4, 6)],
+        [slice(6, 8), slice(8, 10), slice(10, 12)],
+    ]
     for dp in (1, 2, 3, 6):  # whatever the layout, micro-batches joined over ranks are the batch
         seen = [i for ranks in batch_map(24, 2, dp) for part in ranks for i in range(24)[part]]
         assert seen == list(range(24))
@@ -108,13 +110,25 @@ def test_data_does_not_depend_on_dp(tmp_path):
     for dp in (2, 4):
         loaders = [Loader([spec], 10, 1000, seed=1) for _ in range(dp)]
         batches = [loader.take(24) for loader in loaders]
-        parts = [loaders[r].read(batches[r][part])[0]
-                 for ranks in batch_map(24, 3, dp) for r, part in enumerate(ranks)]
+        parts = [
+            loaders[r].read(batches[r][part])[0]
+            for ranks in batch_map(24, 3, dp)
+            for r, part in enumerate(ranks)
+        ]
         assert torch.equal(torch.cat(parts), whole)
 
 
-@pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 1, 1), (5, 1, 1, 1, 1, 1, 1), (97, 2, 1),
-                                     (1, 2, 3, 5, 8, 13), (0.5, 0.26, 0.24)])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        (0.7, 0.3),
+        (1, 1, 1),
+        (5, 1, 1, 1, 1, 1, 1),
+        (97, 2, 1),
+        (1, 2, 3, 5, 8, 13),
+        (0.5, 0.26, 0.24),
+    ],
+)
 def test_mixture_shares_stay_within_one_sample(tmp_path, weights):
     specs = [corpus(tmp_path / f"s{k}", 101) + f":{w}" for k, w in enumerate(weights)]
     loader = Loader(specs, 10, 1000, seed=1)
@@ -164,10 +178,22 @@ def test_order_of_the_flags_does_not_move_the_position(tmp_path):
     assert [(1 - s, i) for s, i in second.take(40)] == first.take(40)
 
 
-@pytest.mark.parametrize("state", [
-    None, [], {}, {"step": 3}, {"consumed": 3}, {"consumed": {"a": -1}}, {"consumed": {"a": 1.5}},
-    {"consumed": {"a": True}}, {"consumed": {}, "extra": {}}, {"consumed": {}, "since": {}},
-    {"consumed": {}, "since": {"a": 1}, "shares": {}}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        [],
+        {},
+        {"step": 3},
+        {"consumed": 3},
+        {"consumed": {"a": -1}},
+        {"consumed": {"a": 1.5}},
+        {"consumed": {"a": True}},
+        {"consumed": {}, "extra": {}},
+        {"consumed": {}, "since": {}},
+        {"consumed": {}, "since": {"a": 1}, "shares": {}},
+    ],
+)
 def test_state_of_unknown_shape_is_refused(tmp_path, state):
     loader = Loader([corpus(tmp_path / "a")], 10, 1000, seed=1)
     loader.take(3)
@@ -187,9 +213,16 @@ def test_heldout_targets_are_disjoint_from_training_targets(tmp_path):
     assert train | held == set(range(1, 1001)), "every token but the first is a target once"
 
 
-@pytest.mark.parametrize("tokens, fraction, split", [
-    (11, 0.01, (1, 0)), (21, 0.01, (1, 1)), (21, 0.9, (1, 1)), (1001, 0.25, (75, 25)),
-    (1001, 0, (100, 0))])
+@pytest.mark.parametrize(
+    "tokens, fraction, split",
+    [
+        (11, 0.01, (1, 0)),
+        (21, 0.01, (1, 1)),
+        (21, 0.9, (1, 1)),
+        (1001, 0.25, (75, 25)),
+        (1001, 0, (100, 0)),
+    ],
+)
 def test_heldout_is_at_least_one_and_leaves_one(tmp_path, tokens, fraction, split):
     loader = Loader([corpus(tmp_path / "a", tokens)], 10, 1000, 0, fraction)
     assert (loader.n_train[0], loader.n_held[0]) == split
@@ -231,8 +264,9 @@ def test_mask_excludes_targets_only(tmp_path):
     keep = np.ones(41, np.uint8)
     keep[[5, 20, 21, 40]] = 0
     parts = [slice(0, 18), slice(18, 41)]
-    write_tokens(tmp_path / "a", [np.arange(41)[p] for p in parts], META,
-                 masks=[keep[p] for p in parts])
+    write_tokens(
+        tmp_path / "a", [np.arange(41)[p] for p in parts], META, masks=[keep[p] for p in parts]
+    )
     loader = Loader([str(tmp_path / "a")], 10, 1000, 0)
     tokens, targets = loader.read([(0, i) for i in range(4)])
     assert torch.equal(tokens.flatten(), torch.arange(40)), "inputs are unmasked"
@@ -297,9 +331,20 @@ def test_directories_that_are_no_source(tmp_path):
     refuses(r"b: there is no \*.bin", str(tmp_path / "b"))
 
 
-@pytest.mark.parametrize("key, value", [
-    ("dtype", "int8"), ("dtype", ["uint16"]), ("vocab_size", 0), ("vocab_size", "big"),
-    ("tokens", -1), ("documents", 1.5), ("eos_id", 1000), ("eos_id", "x"), ("tokenizer", 3)])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("dtype", "int8"),
+        ("dtype", ["uint16"]),
+        ("vocab_size", 0),
+        ("vocab_size", "big"),
+        ("tokens", -1),
+        ("documents", 1.5),
+        ("eos_id", 1000),
+        ("eos_id", "x"),
+        ("tokenizer", 3),
+    ],
+)
 def test_invalid_meta_names_key_and_value(tmp_path, key, value):
     spec = corpus(tmp_path / "a")
     edit_meta(tmp_path / "a", **{key: value})

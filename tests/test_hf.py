@@ -192,7 +192,9 @@ def test_reader_errors(tmp_path):
 
 
 def test_reader_takes_loose_files_but_no_name_twice(tmp_path):
-    save_file({"a": torch.arange(6.).view(3, 2), "s": torch.tensor(2.)}, tmp_path / "x.safetensors")
+    save_file(
+        {"a": torch.arange(6.0).view(3, 2), "s": torch.tensor(2.0)}, tmp_path / "x.safetensors"
+    )
     save_file({"b": torch.zeros(2)}, tmp_path / "y.safetensors")
     reader = hf.Reader(tmp_path)
     assert reader.names == {"a", "b", "s"} and reader.shape("a") == (3, 2)
@@ -254,8 +256,10 @@ def test_shards_are_dealt_to_holders():
     shards = hf.plan_shards(holders, 60)
     assert sorted(n for _, names in shards for n in names) == sorted({**holders[0], **holders[1]})
     assert all(name in holders[rank] for rank, names in shards for name in names)
-    loads = [sum(holders[rank][n] for w, names in shards for n in names if w == rank)
-             for rank in range(2)]
+    loads = [
+        sum(holders[rank][n] for w, names in shards for n in names if w == rank)
+        for rank in range(2)
+    ]
     assert max(loads) - min(loads) <= 50
     assert hf.plan_shards([{"a": 100, "b": 0, "c": 5}], 10) == [(0, ["a"]), (0, ["b", "c"])]
     assert hf.plan_shards([dense], 999) == [(0, ["embed", "layers.2.w", "layers.10.w"])]

@@ -46,9 +46,8 @@ def ours(model, run, n_chunks=1, seed=0):
 
 def oracle(model: script.Model, dtype: torch.dtype, chunk) -> Qwen3MoeForCausalLM:
     """The same model in transformers, with our weights."""
-    config = Qwen3MoeConfig(
-        **script.to_plain(dataclasses.asdict(model)), attn_implementation="eager", experts_implementation="eager"
-    )
+    plain = dict(attn_implementation="eager", experts_implementation="eager")
+    config = Qwen3MoeConfig(**script.to_plain(dataclasses.asdict(model)), **plain)
     torch.set_default_dtype(dtype)
     try:
         hf = Qwen3MoeForCausalLM(config)
@@ -100,7 +99,8 @@ def formula_logits(chunk, model, tokens):
 
     def turn(x, t):  # complex multiplication of each pair by e^(i t theta^(-2j/C))
         pair = torch.complex(x[: C // 2], x[C // 2 :])
-        freq = torch.tensor([model.rope_theta ** (-2 * j / C) for j in range(C // 2)], dtype=x.dtype)
+        freqs = [model.rope_theta ** (-2 * j / C) for j in range(C // 2)]
+        freq = torch.tensor(freqs, dtype=x.dtype)
         pair = pair * torch.polar(torch.ones_like(freq), t * freq)
         return torch.cat([pair.real, pair.imag])
 
@@ -112,8 +112,9 @@ def formula_logits(chunk, model, tokens):
         out = torch.zeros_like(q)
         for h in range(heads):
             at, kv = slice(h * C, h * C + C), slice(h // per * C, h // per * C + C)
-            qs = [turn(norm(q[t, at], W[pre + "self_attn.q_norm.weight"]), t) for t in range(len(x))]
-            ks = [turn(norm(k[t, kv], W[pre + "self_attn.k_norm.weight"]), t) for t in range(len(x))]
+            q_norm, k_norm = (W[f"{pre}self_attn.{p}_norm.weight"] for p in "qk")
+            qs = [turn(norm(q[t, at], q_norm), t) for t in range(len(x))]
+            ks = [turn(norm(k[t, kv], k_norm), t) for t in range(len(x))]
             for t in range(len(x)):
                 score = torch.stack([qs[t] @ ks[s] for s in range(t + 1)]) / math.sqrt(C)
                 out[t, at] = score.softmax(0) @ v[: t + 1, kv]
@@ -153,8 +154,8 @@ def test_balance_loss_is_transformers_over_k():
     gate = chunk.model.layers["0"].mlp.gate
     tokens = torch.randn(48, 64, dtype=torch.float64)
     drive(chunk(None, batch, None))
-    balance, _ = script.update_routers([chunk], run, skipped=False)
-    assert relative(balance[0], theirs) < 1e-12
+    table = script.update_routers([chunk], run, skipped=False)
+    assert relative(table[0, 0], theirs) < 1e-12
     weights, ids, aux, stats = gate(tokens, 2, chunk.state[0], None)
     share, mean = stats[0] / stats[0].sum(), stats[1] / stats[1].sum()
     assert relative(aux.detach(), 8 * (share * mean).sum()) < 1e-12

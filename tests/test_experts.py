@@ -1,0 +1,192 @@
+"""Dispatch planning and the experts against loops, at one process's sizes."""
+
+import pytest
+import torch
+
+from kernels.dispatch import dispatch_plan
+from kernels.experts import ClampedSwiGLU, accumulate, expert_mlp, expert_mlp_ref
+
+D, WIDTH = 24, 20
+
+
+def make(ids, E, dtype=torch.float64, device="cpu", biased=False, D=D, width=WIDTH, seed=0):
+    """Rows, slot weights, weights, biases (all leaves) for the choices `ids` (N, K)."""
+    g = torch.Generator(device).manual_seed(seed)
+
+    def leaf(*shape, scale=1.0, dtype=dtype):
+        wide = torch.randn(*shape, generator=g, device=device, dtype=torch.float64)
+        return (scale * wide).to(dtype).requires_grad_()
+
+    N, K = ids.shape
+    weights = leaf(N, K, dtype=torch.promote_types(dtype, torch.float32))
+    mats = leaf(E, 2 * width, D, scale=D**-0.5), leaf(E, D, width, scale=width**-0.5)
+    biases = (leaf(E, 2 * width), leaf(E, D)) if biased else None
+    return leaf(N, D), weights, *mats, biases
+
+
+def by_hand(ids, rows, weights, gate_up, down, biases, activation):
+    """Token by token, expert by expert, in float64, straight from the formula."""
+    out = torch.zeros_like(rows)
+    for n, k in ((n, k) for n in range(len(ids)) for k in range(ids.shape[1])):
+        e = ids[n, k]
+        h = gate_up[e] @ rows[n] + (biases[0][e] if biases else 0)
+        gate, up = h.chunk(2)
+        if activation == "swiglu":
+            a = gate / (1 + (-gate).exp()) * up
+        else:
+            limit = activation.limit
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            a = (up + 1) * gate / (1 + (-activation.alpha * gate).exp())
+        y = down[e] @ a + (biases[1][e] if biases else 0)
+        out = out.index_add(0, torch.tensor([n]), (weights[n, k] * y)[None])
+    return out
+
+
+CHOICES = {
+    "mixed": torch.tensor([[3, 0], [0, 5], [5, 3], [1, 2], [3, 5], [2, 0], [0, 1]]),
+    "one expert": torch.tensor([[4], [4], [4]]),
+    "empty experts": torch.tensor([[1, 3], [3, 1], [1, 3], [3, 1], [1, 3]]),
+    "one token": torch.tensor([[5, 2, 0]]),
+    "all experts": torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(i))
+                                for i in range(4)]),
+}  # fmt: skip
+VARIANTS = [("swiglu", False), ("swiglu", True), (ClampedSwiGLU(1.702, 0.5), True)]
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("activation,biased", VARIANTS)
+@pytest.mark.parametrize("deferred", [False, True])
+def test_equals_the_formula_with_every_gradient(choices, activation, biased, deferred):
+    ids = CHOICES[choices]
+    args = make(ids, 6, biased=biased)
+    rows, weights, gate_up, down, biases = args
+    leaves = [rows, weights, gate_up, down, *(biases or ())]
+    want = by_hand(ids, *args, activation)
+    dout = torch.randn(want.shape, dtype=torch.float64)
+    want_grads = torch.autograd.grad(want, leaves, dout)
+    plan = dispatch_plan(ids, weights, 6)
+    ref = expert_mlp_ref(
+        rows, plan.weights_S, gate_up, down, plan, activation=activation, biases=biases
+    )
+    torch.testing.assert_close(ref, want, rtol=1e-12, atol=1e-13)
+    queue = [] if deferred else None
+    plan = dispatch_plan(ids, weights, 6)
+    out = expert_mlp(
+        rows, plan.weights_S, gate_up, down, plan,
+        activation=activation, biases=biases, defer=queue,
+    )  # fmt: skip
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-13)
+    out.backward(dout)
+    if deferred:
+        assert gate_up.grad is None and down.grad is None and len(queue) == 1
+        with torch.no_grad():
+            queue[0]()
+    for leaf, grad in zip(leaves, want_grads, strict=True):
+        torch.testing.assert_close(leaf.grad, grad, rtol=1e-11, atol=1e-13)
+    for e in set(range(6)) - set(ids.flatten().tolist()):
+        assert not gate_up.grad[e].any() and not down.grad[e].any()  # zeros, not absent
+
+
+def test_plan_sorts_stably_and_inverts():
+    ids = torch.randint(0, 7, (50, 3))
+    plan = dispatch_plan(ids, torch.rand(50, 3), 9)
+    flat = ids.flatten()
+    want = sorted(range(150), key=lambda s: (flat[s].item(), s))
+    assert plan.order_S.tolist() == want
+    assert plan.rows_S.tolist() == [s // 3 for s in want]
+    assert torch.equal(plan.experts_S.long(), flat[plan.order_S])
+    assert torch.equal(plan.order_S[plan.positions_RK.flatten()], torch.arange(150))
+    assert plan.offsets_E.tolist() == flat.bincount(minlength=9).cumsum(0).tolist()
+    assert plan.load().tolist() == flat.bincount(minlength=9).tolist()
+
+
+def test_clamped_swiglu_values():
+    """Case 15: gate = up = 10 → 55.9996, both −10 → 2.4e-6 in size; no gradient where clamped."""
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    for value, want, grads in ((10.0, 55.9996, (0, 0)), (-10.0, 2.4348e-6, (None, 0))):
+        rows = torch.ones(1, 1, dtype=torch.float64)
+        gate_up = torch.full((1, 2, 1), value, dtype=torch.float64, requires_grad=True)
+        down = torch.ones(1, 1, 1, dtype=torch.float64)
+        plan = dispatch_plan(ids, torch.ones(1, 1, dtype=torch.float64), 1)
+        out = expert_mlp(rows, plan.weights_S, gate_up, down, plan, activation=ClampedSwiGLU())
+        assert out.item() == pytest.approx(want, rel=1e-4)
+        out.backward()
+        for got, zero in zip(gate_up.grad.flatten().tolist(), grads, strict=True):
+            assert (got == 0) == (zero == 0)
+
+
+@pytest.mark.parametrize("counts", [[0, 5, 0, 3], [0, 127, 129, 0]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_nobody_wrote_stay_out(counts, dtype):
+    """Case 4: buffers of the same sizes are filled with NaN and freed first."""
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))[:, None]
+    args = make(ids, 4, dtype)
+    rows, weights, gate_up, down, _ = args
+    poison = [torch.full((len(ids), n), float("nan"), dtype=dtype) for n in (D, WIDTH, 2 * WIDTH)]
+    poison += [torch.full_like(w, float("nan")) for w in (gate_up, down)]
+    del poison
+    plan = dispatch_plan(ids, weights, 4)
+    out = expert_mlp(rows, plan.weights_S, gate_up, down, plan)
+    out.float().sum().backward()
+    wide = [a.detach().double().requires_grad_() for a in args[:4]]
+    plan = dispatch_plan(ids, wide[1], 4)
+    exact = expert_mlp_ref(wide[0], plan.weights_S, *wide[2:], plan)
+    exact.sum().backward()
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for got, want in [(out, exact)] + [(a.grad, w.grad) for a, w in zip(args[:4], wide)]:
+        assert got.isfinite().all()
+        assert (got.double() - want).norm() <= tolerance * want.norm()
+
+
+def test_wrong_shapes_are_named():
+    ids = CHOICES["mixed"]
+    rows, weights, gate_up, down, _ = make(ids, 6)
+    plan = dispatch_plan(ids, weights, 6)
+    with pytest.raises(ValueError, match=r"must be \(R, D\), \(E, 2F, D\) and \(E, D, F\)"):
+        expert_mlp(rows, plan.weights_S, gate_up, down.transpose(1, 2), plan)
+    with pytest.raises(ValueError, match="for 6 experts, the weights for 5"):
+        expert_mlp(rows, plan.weights_S, gate_up[:5], down[:5], plan)
+    with pytest.raises(ValueError, match="ep 2 is not supported"):
+        dispatch_plan(ids, weights, 6, ep=2)
+
+
+def test_accumulate_prefers_main_grad():
+    weight = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    accumulate(weight, torch.ones(3, dtype=torch.bfloat16))
+    accumulate(weight, torch.ones(3, dtype=torch.bfloat16))
+    assert weight.grad.tolist() == [2, 2, 2]
+    weight.grad, weight.main_grad = None, torch.full((3,), 1e3)
+    accumulate(weight, torch.full((3,), 0.125, dtype=torch.bfloat16))
+    assert weight.main_grad.tolist() == [1000.125] * 3 and weight.grad is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation,biased", VARIANTS)
+@pytest.mark.parametrize("tokens", [1, 100, 1024])
+def test_gpu_within_twice_the_eager_error(activation, biased, tokens):
+    """bf16 on the GPU against float64, next to the same formula in eager bf16."""
+    E, K, hidden, width = 16, 4, 256, 192
+    ids = torch.rand(tokens, E, device="cuda").topk(K).indices
+    ids[ids == 3] = 2  # an expert without rows (and rows that choose one expert twice)
+    args = make(ids, E, torch.bfloat16, "cuda", biased, hidden, width)
+    dout = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+
+    def run(function, dtype):
+        leaves = [
+            a.detach().to(torch.promote_types(a.dtype, dtype)).requires_grad_()
+            for a in (*args[:4], *(args[4] or ()))
+        ]
+        plan = dispatch_plan(ids, leaves[1], E)
+        biases = tuple(leaves[4:]) or None
+        out = function(
+            leaves[0], plan.weights_S, *leaves[2:4], plan, activation=activation, biases=biases
+        )
+        out.backward(dout.to(out.dtype))
+        return [out.detach(), *(a.grad for a in leaves)]
+
+    torch.empty(2**26, device="cuda").fill_(float("nan"))  # the allocator hands this out again
+    got, again = run(expert_mlp, torch.bfloat16), run(expert_mlp, torch.bfloat16)
+    eager, exact = run(expert_mlp_ref, torch.bfloat16), run(expert_mlp_ref, torch.float64)
+    for g, a, e, x in zip(got, again, eager, exact, strict=True):
+        assert torch.equal(g, a)  # no atomics: the same bits
+        assert (g.double() - x).norm() <= 2 * (e.double() - x).norm() + 1e-4 * x.norm()

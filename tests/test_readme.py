@@ -1,0 +1,83 @@
+"""Every command of the README, run as it is written.
+
+```sh and ```python blocks run here, in order, in a copy of the project that shares this
+environment; ```bash blocks need a GPU. `make train` gets fewer steps through ARGS, and of
+`make test` only what it would run is looked at: it is what runs this.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    copy = tmp_path_factory.mktemp("project")
+    for path in ROOT.iterdir():
+        if path.name in (".venv", ".git", "out", "data", "wandb") or path.name.startswith(".whl"):
+            continue
+        (shutil.copytree if path.is_dir() else shutil.copy2)(path, copy / path.name)
+    (copy / ".venv").symlink_to(sys.prefix)
+    return copy
+
+
+def shell(command, cwd, **env):
+    done = subprocess.run(
+        command, shell=True, cwd=cwd, capture_output=True, text=True,
+        # Whatever make thinks of its stamp: this environment has what it needs.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MAKEFLAGS": "-o .venv/runtime", **env},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_every_command(project):
+    commands = [line.split("   #")[0].strip() for b in blocks("sh") for line in b.splitlines()]
+    assert commands[:2] == ["make train", "make test"]
+    out = shell("make train", project, ARGS="--steps 12 --eval-every 12 --save-every 12")
+    assert "step 12/12 | loss" in out and "eval loss" in out and "sample after" in out
+    assert "pytest" in shell("make -n test", project)
+    said = {command: shell(command, project) for command in commands[2:]}
+    assert "step 20/20" in said[commands[4]]
+    assert "resumed" in said[commands[5]] and "step 21/40" in said[commands[5]]
+    assert list((project / "out/profiled/profile").iterdir())
+    for block in blocks("python"):
+        (project / "block.py").write_text(block)
+        shell(".venv/bin/python block.py", project)
+
+
+def test_files_and_names_exist():
+    """Files, flags and functions that the README names in code spans are there."""
+    source = "".join(p.read_text() for p in [*ROOT.glob("*.py"), *ROOT.glob("common/*.py")])
+    for span in re.findall(r"`([^`\n]+)`", README):
+        for flag in re.findall(r"--([a-z][a-z-]+)", span):
+            assert flag == "help" or flag.replace("-", "_") + ":" in source, flag
+        if re.fullmatch(r"[\w/]+\.(py|txt|md)", span) or span.endswith("/") and "out/" not in span:
+            assert (ROOT / span).exists(), span
+        if re.fullmatch(r"[A-Za-z]+(_[a-z]+)*|[A-Z]\w+\.[a-z_]+", span) and span != "transformers":
+            name = span.split(".")[-1]
+            assert re.search(rf"(def|class) {name}\b", source), span
+
+
+def test_gpu_commands_are_valid():
+    """The flags of the GPU commands parse and pass the checks, on one process."""
+    import train_qwen3_moe as script
+    from common.config import check, parse
+
+    for line in "".join(blocks("bash")).splitlines():
+        flags = line.split("train_qwen3_moe.py ")[1].split()
+        run = parse(script.Config, script.FLAGS, flags)
+        check(run, 1)
