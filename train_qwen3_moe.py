@@ -18,32 +18,38 @@ Shapes:
 """
 
 import dataclasses
-import hashlib
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.checkpoint import checkpoint as recompute
 
 from common import checkpoint, hf
+from common.checkpoint import Saver
 from common.config import Run, check, lr_at, parse, to_json
-from common.data import Loader, batch_map, decoder, encoder
-from common.dualpipev import Deferred, Exchange, Route, Steps
+from common.data import IGNORE, Loader, Prefetch, batch_map, isolate
+from common.dualpipev import Counts, Defer, Exchange, Route, Steps
 from common.dualpipev import run as run_schedule
-from common.log import Log, Profiler, Stop, peak_flops, rates
-from common.mesh import Mesh, start, world_size
+from common.log import Log, Profiler, Stop, figures
+from common.mesh import Mesh, Pipe, seeded, spread_layers, start, world_size
 from common.optim import Optimizer, build_buckets
+from common.rundir import lock
+from common.tokens import DataError, decoder, encoder, parse_spec
 from kernels.attention import attention
 from kernels.cross_entropy import linear_cross_entropy
-from kernels.dispatch import Plan, dispatch_plan
-from kernels.experts import expert_mlp, up
+from kernels.dispatch import Plan, collect, crossing, dispatch_plan, lay_out, spread, up
+from kernels.experts import expert_mlp
+from kernels.ring import zigzag
 
 # ------------------------------------------------------------------------------------------------
 # Config and presets
@@ -51,7 +57,6 @@ from kernels.experts import expert_mlp, up
 
 SCRIPT = Path(__file__).stem
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-IGNORE = -100  # target of a position that has none
 
 
 @dataclass(frozen=True)
@@ -119,17 +124,19 @@ def model_of(run: Config) -> Model:
     if source is not None:
         config = hf.read_config(source)
         hf.expect_model_type(config, ("qwen3_moe",))
-        refused = [("attention_bias", False), ("use_sliding_window", False), ("hidden_act", "silu")]
-        for key, value in refused:
+        fixed = dict(attention_bias=False, use_sliding_window=False, hidden_act="silu")
+        for key, value in (fixed | dict(rope_scaling=None)).items():
             if config.get(key, value) != value:
                 raise ValueError(f"{source}: {key} {config[key]} is not supported, only {value}")
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind != "default":
-            raise ValueError(f"{source}: rope_type {kind} is not supported, only default")
-        known = {f.name for f in dataclasses.fields(Model)}
+        if config.get("head_dim") is None and config.get("num_attention_heads"):
+            config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
         config["mlp_only_layers"] = tuple(config.get("mlp_only_layers") or ())
-        model = Model(**{key: value for key, value in config.items() if key in known})
+        config.setdefault("decoder_sparse_step", 1)
+        types = {f.name: f.type for f in dataclasses.fields(Model)}
+        hf.check_sizes(config, source, [key for key, kind in types.items() if kind is int])
+        if not isinstance(config.get("norm_topk_prob"), bool) or not config.get("rope_theta"):
+            raise ValueError(f"{source}: norm_topk_prob and rope_theta must be given")
+        model = Model(**{key: value for key, value in config.items() if key in types})
     if run.layers is not None:
         model = dataclasses.replace(model, num_hidden_layers=run.layers)
     return model
@@ -137,29 +144,26 @@ def model_of(run: Config) -> Model:
 
 def check_model(model: Model, run: Config) -> None:
     """Refuse, before anything is built, a model that cannot be or that the layout cannot hold."""
-    E, K = model.num_experts, model.num_experts_per_tok
-    if E and E % run.ep:
-        good = [n for n in range(1, E + 1) if E % n == 0]
-        raise ValueError(f"--ep {run.ep} does not divide num_experts {E}; use one of {good}")
-    if E and not 1 <= K <= E:
-        raise ValueError(f"num_experts_per_tok {K} must lie between 1 and num_experts {E}")
-    if model.num_attention_heads % model.num_key_value_heads:
-        raise ValueError(
-            f"num_key_value_heads {model.num_key_value_heads} must divide "
-            f"num_attention_heads {model.num_attention_heads}"
-        )
-    if model.head_dim % 2:
-        raise ValueError(f"head_dim {model.head_dim} must be even: rope turns pairs")
-    if run.pp > 1 and model.num_hidden_layers < 2 * run.pp:
-        raise ValueError(
-            f"--pp {run.pp} needs at least {2 * run.pp} layers, "
-            f"the model has {model.num_hidden_layers}"
-        )
-    if run.seq_len > model.max_position_embeddings:
-        raise ValueError(
-            f"--seq-len {run.seq_len} is longer than max_position_embeddings "
-            f"{model.max_position_embeddings}"
-        )
+    E, K, heads = model.num_experts, model.num_experts_per_tok, model.num_attention_heads
+    D, width, layers = model.hidden_size, model.moe_intermediate_size, model.num_hidden_layers
+    divisors = [n for n in range(1, E + 1) if E % n == 0]
+    cuda = torch.cuda.is_available()
+    for wrong, said in (
+        (E % run.ep, f"--ep {run.ep} does not divide num_experts {E}; use one of {divisors}"),
+        (not 1 <= K <= E, f"num_experts_per_tok {K} must lie between 1 and num_experts {E}"),
+        (heads % model.num_key_value_heads, f"num_key_value_heads {model.num_key_value_heads} "
+         f"must divide num_attention_heads {heads}"),
+        (model.head_dim % 2, f"head_dim {model.head_dim} must be even: rope turns pairs"),
+        (run.pp > 1 and layers < 2 * run.pp,
+         f"--pp {run.pp} needs at least {2 * run.pp} layers, the model has {layers}"),
+        (run.seq_len > model.max_position_embeddings, f"--seq-len {run.seq_len} is longer than "
+         f"max_position_embeddings {model.max_position_embeddings}"),
+        (cuda and (D % 8 or width % 8), f"hidden_size {D} and moe_intermediate_size {width} must "
+         f"be multiples of 8 on a GPU, for rows of 16 bytes"),
+        (cuda and run.dtype == "fp64", "--dtype fp64 is for a CPU; use bf16 or fp32 on a GPU"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(said)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -171,13 +175,17 @@ def check_model(model: Model, run: Config) -> None:
 class Batch:
     """One micro-batch: tokens (B, T) and targets (B, T, IGNORE where none), int64.
 
-    Without targets the model returns logits. `index` counts micro-batches over the whole run
-    (random forced routing draws from it). `routes`: layer → chosen experts (N, K): a layer found
-    there uses them (router replay), another notes its own.
+    Without targets the model returns logits. With isolated documents `positions` (B, T) restart
+    in each and `cu_seqlens` (int32) are their starts among the B·T tokens; else both are None.
+    `index` counts micro-batches over the whole run (random forced routing draws from it).
+    `routes`: layer → chosen experts (N, K): a layer found there uses them (router replay),
+    another notes its own.
     """
 
     tokens: Tensor
     targets: Tensor | None = None
+    positions: Tensor | None = None
+    cu_seqlens: Tensor | None = None
     index: int = 0
     routes: dict[int, Tensor] | None = None
 
@@ -211,28 +219,36 @@ class RMSNorm(nn.Module):
         return self.weight * (x_up * scale).to(x.dtype)
 
 
-def rope_table(model: Model, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+class Places(NamedTuple):
+    """Where tokens stand: cos and sin, (T, C/2) or (B, 1, T, C/2), and where documents begin."""
+
+    cos: Tensor
+    sin: Tensor
+    cu_seqlens: Tensor | None = None
+
+
+def rope_table(model: Model, positions: Tensor, dtype: torch.dtype) -> Places:
     """cos and sin (T, C/2) of position · theta^(-2i/C), never below fp32 (RoFormer, eq. 15)."""
     wide = torch.promote_types(dtype, torch.float32)
-    exponent = torch.arange(0, model.head_dim, 2, dtype=wide, device=positions_T.device)
-    angles = torch.outer(positions_T.to(wide), model.rope_theta ** (-exponent / model.head_dim))
-    return angles.cos(), angles.sin()
+    exponent = torch.arange(0, model.head_dim, 2, dtype=wide, device=positions.device)
+    angles = torch.outer(positions.to(wide), model.rope_theta ** (-exponent / model.head_dim))
+    return Places(angles.cos(), angles.sin())
 
 
-def rotate(x_BHTC: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BHTC: Tensor, places: Places) -> Tensor:
     """Turn the pairs (x_i, x_{i+C/2}) by the position's angles, in fp32."""
-    cos, sin = rope
     a, b = up(x_BHTC).chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_BHTC.dtype)
+    turned = [a * places.cos - b * places.sin, b * places.cos + a * places.sin]
+    return torch.cat(turned, -1).to(x_BHTC.dtype)
 
 
 class Attention(nn.Module):
     """Grouped-query attention with an RMSNorm on each query and key head."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, mesh: Mesh):
         super().__init__()
         D, C = model.hidden_size, model.head_dim
-        self.head_dim = C
+        self.head_dim, self.ring = C, mesh.ring
         self.q_proj = Linear(D, model.num_attention_heads * C)
         self.k_proj = Linear(D, model.num_key_value_heads * C)
         self.v_proj = Linear(D, model.num_key_value_heads * C)
@@ -240,12 +256,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(C, model.rms_norm_eps)
         self.k_norm = RMSNorm(C, model.rms_norm_eps)
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_BTD: Tensor, places: Places) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x_BTD).view(heads)).transpose(1, 2), rope)
-        k = rotate(self.k_norm(self.k_proj(x_BTD).view(heads)).transpose(1, 2), rope)
+        q = rotate(self.q_norm(self.q_proj(x_BTD).view(heads)).transpose(1, 2), places)
+        k = rotate(self.k_norm(self.k_proj(x_BTD).view(heads)).transpose(1, 2), places)
         v = self.v_proj(x_BTD).view(heads).transpose(1, 2)
-        out_BHTC, _ = attention(q, k, v, scale=self.head_dim**-0.5)
+        out_BHTC, _ = attention(
+            q, k, v, scale=self.head_dim**-0.5, cu_seqlens=places.cu_seqlens, ring=self.ring
+        )
         return self.o_proj(out_BHTC.transpose(1, 2).flatten(2))
 
 
@@ -280,11 +298,11 @@ class AttachLoss(torch.autograd.Function):
 class Router(nn.Module):
     """Softmax over all experts, then the top K, renormalised iff norm_topk_prob; all in fp32."""
 
-    def __init__(self, model: Model, run: Config):
+    def __init__(self, model: Model, run: Config, mesh: Mesh):
         super().__init__()
         self.weight = parameter(model.num_experts, model.hidden_size)
         self.K, self.renormalise = model.num_experts_per_tok, model.norm_topk_prob
-        self.run = run
+        self.run, self.ring = run, mesh.ring
 
     def forward(self, tokens_ND, sequences: int, state_2E, ids_NK):
         """Choose: (weights (N, K), ids (N, K), auxiliary loss, statistics (2, E)).
@@ -296,20 +314,23 @@ class Router(nn.Module):
         probs_NE = logits_NE.softmax(-1)
         previous_E, bias_E = state_2E.unbind()
         if ids_NK is None:
-            score_NE = probs_NE + bias_E if self.run.bias_update_rate else probs_NE
-            ids_NK = score_NE.topk(self.K, dim=-1).indices
-        weights_NK = probs_NE.gather(-1, ids_NK)
-        if self.renormalise:
-            weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+            ids_NK = (probs_NE + bias_E).topk(self.K, dim=-1).indices
+        if self.renormalise:  # the chosen probabilities over their sum, which may be tiny
+            weights_NK = logits_NE.gather(-1, ids_NK).softmax(-1)
+        else:
+            weights_NK = probs_NE.gather(-1, ids_NK)
 
         N, E = probs_NE.shape
         chosen_BE = F.one_hot(ids_NK, E).view(sequences, -1, E).sum(1).to(probs_NE.dtype)
         probs_BE = probs_NE.view(sequences, -1, E).sum(1)
+        counts_BE = chosen_BE
+        if self.ring is not None and self.run.balance == "sequence":
+            counts_BE = all_reduce(chosen_BE, "sum", self.ring)  # the sequence's other parts
         share = {
             "none": torch.zeros_like(previous_E),
             "global-batch": previous_E,  # of the whole previous step: the same in every layout
             "micro-batch": chosen_BE.sum(0) / (N * self.K),
-            "sequence": chosen_BE / chosen_BE.sum(-1, keepdim=True),
+            "sequence": counts_BE / counts_BE.sum(-1, keepdim=True),
         }[self.run.balance]
         step_tokens = self.run.global_batch * self.run.seq_len  # terms are means over a step
         aux = self.run.balance_coef * E / step_tokens * (share.detach() * probs_BE).sum()
@@ -321,84 +342,93 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts' weights, stacked: gate_up (E, 2F, D), gate rows first; down (E, D, F)."""
+    """This rank's experts, stacked: gate_up (E/ep, 2F, D), gate rows first; down (E/ep, D, F)."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, ep: int):
         super().__init__()
-        E, D, width = model.num_experts, model.hidden_size, model.moe_intermediate_size
+        E, D, width = model.num_experts // ep, model.hidden_size, model.moe_intermediate_size
         self.gate_up, self.down = parameter(E, 2 * width, D), parameter(E, D, width)
 
 
 class MoE(nn.Module):
-    def __init__(self, model: Model, run: Config):
+    def __init__(self, model: Model, run: Config, mesh: Mesh):
         super().__init__()
-        self.gate, self.experts = Router(model, run), Experts(model)
+        self.gate, self.experts = Router(model, run, mesh), Experts(model, mesh.ep)
 
 
 class Layer(nn.Module):
     """One transformer layer, cut into what lies between two communications.
 
-    attend_and_route → (tokens to their experts) → experts → (and back) → aggregate. Only
-    attend_and_route and aggregate are compiled; a dense layer has no exchange and no experts.
+    attend_and_route → (tokens to their experts) → experts → (and back) → aggregate. The experts
+    are not compiled, the rest is; a dense layer has no exchange.
     """
 
-    def __init__(self, model: Model, run: Config, index: int):
+    def __init__(self, model: Model, run: Config, mesh: Mesh, index: int):
         super().__init__()
-        self.index, self.run, self.sparse = index, run, model.is_sparse(index)
+        self.index, self.run, self.mesh = index, run, mesh
+        self.sparse = model.is_sparse(index)
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
-        self.self_attn = Attention(model)
+        self.self_attn = Attention(model, mesh)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         dense = partial(MLP, model.hidden_size, model.intermediate_size)
-        self.mlp = MoE(model, run) if self.sparse else dense()
+        self.mlp = MoE(model, run, mesh) if self.sparse else dense()
         if run.compile:
             for name in ("attend_and_route", "aggregate", "dense"):
                 method = getattr(self, name)
                 setattr(self, name, torch.compile(method, fullgraph=True, dynamic=False))
 
-    def forward(self, x_BTD, rope, state_2E, statistics_2E, batch: Batch, deferred) -> Steps:
+    def forward(self, x_BTD, places, state_2E, statistics_2E, batch: Batch, defer) -> Steps:
         """(B, T, D) → (B, T, D), as steps. Adds to `statistics_2E` when training."""
         again = self.run.recompute if torch.is_grad_enabled() else "none"
         if not self.sparse:
-            return segment(again == "layer", self.dense, x_BTD, rope)
+            return segment(again == "layer", self.dense, x_BTD, places)
         ids_NK = self.forced_ids(x_BTD, batch)
-        h, tokens, ids_NK, statistics, plan = segment(
-            again == "layer", self.attend_and_route, x_BTD, rope, state_2E, ids_NK
+        h, tokens, weights_NK, ids_NK, statistics = segment(
+            again == "layer", self.attend_and_route, x_BTD, places, state_2E, ids_NK
         )
         if torch.is_grad_enabled():
             statistics_2E += statistics
         if batch.routes is not None:
             batch.routes[self.index] = ids_NK
-        here = Route()  # ep = 1: the experts are on this rank
-        rows, weights, h = yield Exchange(here, (tokens, plan.weights_S), keep=(h,))
-        plan = plan._replace(weights_S=weights)
-        back = segment(again != "none", self.mlp_experts, rows, plan, deferred)
-        back, h = yield Exchange(here.reverse(), (back,), keep=(h,))
-        return self.aggregate(h, back)
+        mesh, E = self.mesh, len(self.mlp.gate.weight)
+        if mesh.experts is None:  # every expert is here
+            route, slots, cross = Route(), None, None
+            sent = tokens, ids_NK, weights_NK
+        else:
+            cross = crossing(ids_NK, E, mesh.ep)
+            counts = yield Counts(mesh.counts, cross.counts_P2)
+            route, slots = counts.route(mesh.experts), counts.received_slots
+            cross = lay_out(cross, sum(route.send_counts))
+            sent = spread(tokens, ids_NK, weights_NK, cross, E // mesh.ep)
+        rows, ids, weights, h = yield Exchange(route, sent, keep=(h,))
+        plan = dispatch_plan(ids, E // mesh.ep, slots)
+        back = segment(again != "none", self.mlp_experts, rows, weights, plan, defer)
+        back, h = yield Exchange(route.reverse(), (back,), keep=(h,))
+        return self.aggregate(h, back if cross is None else collect(back, cross))
 
-    def attend(self, x_BTD: Tensor, rope) -> tuple[Tensor, Tensor]:
+    def attend(self, x_BTD: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Residual stream after attention, and its norm: what the MLP or the experts read."""
-        h = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope)
+        h = x_BTD + self.self_attn(self.input_layernorm(x_BTD), places)
         return h, self.post_attention_layernorm(h)
 
-    def attend_and_route(self, x_BTD: Tensor, rope, state_2E: Tensor, ids_NK: Tensor | None):
-        """Attention, router and dispatch plan: (h, tokens (N, D), ids (N, K), statistics, plan)."""
-        h, normed = self.attend(x_BTD, rope)
+    def attend_and_route(self, x_BTD, places: Places, state_2E: Tensor, ids_NK: Tensor | None):
+        """Attention and router: (h, tokens (N, D), weights and ids (N, K), statistics (2, E))."""
+        h, normed = self.attend(x_BTD, places)
         tokens_ND = normed.flatten(0, 1)
         gate = self.mlp.gate
         weights_NK, ids_NK, aux, stats = gate(tokens_ND, len(x_BTD), state_2E, ids_NK)
         tokens_ND = AttachLoss.apply(tokens_ND, aux)
-        plan = dispatch_plan(ids_NK, weights_NK, len(gate.weight), self.run.ep)
-        return h, tokens_ND, ids_NK, stats, plan
+        return h, tokens_ND, weights_NK, ids_NK, stats
 
-    def mlp_experts(self, rows_RD: Tensor, plan: Plan, deferred: Deferred | None) -> Tensor:
-        weights = self.mlp.experts.gate_up, self.mlp.experts.down
-        return expert_mlp(rows_RD, plan.weights_S, *weights, plan, defer=deferred)
+    def mlp_experts(self, rows_RD, weights_RK, plan: Plan, defer: Defer | None) -> Tensor:
+        experts = self.mlp.experts
+        return expert_mlp(rows_RD, weights_RK, experts.gate_up, experts.down, plan, defer=defer)
 
     def aggregate(self, h_BTD: Tensor, back_ND: Tensor) -> Tensor:
         return h_BTD + back_ND.view_as(h_BTD)
 
-    def dense(self, x_BTD: Tensor, rope) -> Tensor:
-        h, normed = self.attend(x_BTD, rope)
+    def dense(self, x_BTD: Tensor, places: Places) -> Tensor:
+        h, normed = self.attend(x_BTD, places)
         return h + self.mlp(normed)
 
     def forced_ids(self, x_BTD: Tensor, batch: Batch) -> Tensor | None:
@@ -434,9 +464,11 @@ class Chunk(nn.Module):
     what the step's routers counted so far (slots, and sums of probabilities).
     """
 
-    def __init__(self, model: Model, run: Config, layers: range, tied: nn.Parameter | None = None):
+    def __init__(
+        self, model: Model, run: Config, mesh: Mesh, layers: range, tied: nn.Parameter | None = None
+    ):
         super().__init__()
-        self.arch, self.run = model, run
+        self.arch = model
         self.first, self.last = layers.start == 0, layers.stop == model.num_hidden_layers
         self.model = nn.Module()
         if self.first:
@@ -444,7 +476,7 @@ class Chunk(nn.Module):
             self.model.embed_tokens.weight = parameter(model.vocab_size, model.hidden_size)
             tied = self.model.embed_tokens.weight
         self.tied = (tied,)  # in a tuple: the parameter is registered once, under its first name
-        self.model.layers = nn.ModuleDict({str(i): Layer(model, run, i) for i in layers})
+        self.model.layers = nn.ModuleDict({str(i): Layer(model, run, mesh, i) for i in layers})
         if self.last:
             self.model.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
             if not model.tie_word_embeddings:
@@ -455,19 +487,22 @@ class Chunk(nn.Module):
         self.state[:, 0] = 1 / max(E, 1)
         self.statistics = torch.zeros_like(self.state)
         self.rope = rope_table(model, torch.arange(run.seq_len), torch.get_default_dtype())
+        self.here = zigzag(run.seq_len, mesh.cp, mesh.cp_rank) if mesh.cp > 1 else None
 
-    def forward(self, x_BTD: Tensor | None, batch: Batch, deferred: Deferred | None) -> Steps:
+    def forward(self, x_BTD: Tensor | None, batch: Batch, defer: Defer | None) -> Steps:
         """Steps to the hidden states, to the summed loss (last chunk), or without targets logits.
 
         The first chunk takes x = None and reads batch.tokens.
         """
         if self.first:
             x_BTD = F.embedding(batch.tokens, self.model.embed_tokens.weight)
-        rope = tuple(table[: x_BTD.shape[1]] for table in self.rope)
+        at = slice(x_BTD.shape[1]) if self.here is None else self.here
+        at = at if batch.positions is None else batch.positions[:, None]
+        places = Places(self.rope.cos[at], self.rope.sin[at], batch.cu_seqlens)
         for layer, state, stats in zip(
             self.model.layers.values(), self.state, self.statistics, strict=True
         ):
-            x_BTD = yield from layer(x_BTD, rope, state, stats, batch, deferred)
+            x_BTD = yield from layer(x_BTD, places, state, stats, batch, defer)
         if not self.last:
             return x_BTD
         hidden_BTD = self.model.norm(x_BTD)
@@ -477,12 +512,6 @@ class Chunk(nn.Module):
         return linear_cross_entropy(
             hidden_BTD.flatten(0, 1), head, batch.targets.flatten(), ignore_index=IGNORE
         )
-
-
-def seeded(device: torch.device, *key: Any) -> torch.Generator:
-    """A generator that depends on `key` alone: the step uses no global random state."""
-    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 @torch.no_grad()
@@ -495,31 +524,36 @@ def initialise(name: str, weight: Tensor, std: float, seed: int, first_expert: i
     if weight.ndim == 1:
         weight.fill_(1)
         return
-    parts = weight.unbind() if ".experts." in name else [weight]
-    for i, part in enumerate(parts):
-        generator = seeded(weight.device, seed, name, first_expert + i)
+    stack = ".experts." in name
+    for i, part in enumerate(weight.unbind() if stack else [weight]):
+        generator = seeded(weight.device, seed, name, first_expert + i if stack else 0)
         wide = torch.promote_types(weight.dtype, torch.float32)
         noise = torch.empty(part.shape, dtype=wide, device=weight.device)
         part.copy_(noise.normal_(0, std, generator=generator))
 
 
-def build(model: Model, run: Config, device: torch.device, n_chunks: int = 1) -> list[Chunk]:
-    """The model as `n_chunks` chunks on `device`, initialised; inner chunks get the remainder."""
-    count, extra = divmod(model.num_hidden_layers, n_chunks)
-    inner_first = sorted(range(n_chunks), key=lambda i: abs(2 * i + 1 - n_chunks))
-    sizes = [count + (i in inner_first[:extra]) for i in range(n_chunks)]
+def build(model: Model, run: Config, mesh: Mesh, n_chunks: int | None = None) -> list[Chunk]:
+    """This rank's chunks of the model, on its device, initialised.
+
+    `n_chunks`: of the whole model; 2·pp if there is anything to overlap, else 1.
+    """
+    if n_chunks is None:
+        n_chunks = 2 * mesh.pp if mesh.pp * mesh.ep > 1 and model.num_hidden_layers > 1 else 1
+    spans = spread_layers(model.num_hidden_layers, n_chunks)
+    if mesh.pp > 1:
+        spans = [spans[mesh.pp_rank], spans[-1 - mesh.pp_rank]]
     chunks: list[Chunk] = []
     previous = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[run.dtype])
     try:
-        with torch.device(device):
-            for i, size in enumerate(sizes):
-                layers = range(sum(sizes[:i]), sum(sizes[:i]) + size)
-                chunks.append(Chunk(model, run, layers, chunks[0].tied[0] if chunks else None))
+        with torch.device(mesh.device):
+            for span in spans:
+                chunks.append(Chunk(model, run, mesh, span, chunks[0].tied[0] if chunks else None))
     finally:
         torch.set_default_dtype(previous)
+    first = mesh.first_expert(model.num_experts)
     for name, weight in named_parameters(chunks):
-        initialise(name, weight, model.initializer_range, run.seed)
+        initialise(name, weight, model.initializer_range, run.seed, first)
     return chunks
 
 
@@ -564,16 +598,32 @@ def hf_config(model: Model, dtype: str) -> dict[str, Any]:
     return fixed | dataclasses.asdict(model)
 
 
-def load_weights(chunks: list[Chunk], directory: Path) -> None:
-    """Fill the parameters from a Hugging Face directory. Raises ValueError naming what is amiss."""
-    views, fused = {}, {}
+def whole_names(model: Model) -> set[str]:
+    """Every name that a file of the whole model may have, in both spellings."""
+    with torch.device("meta"):
+        mesh = Mesh(0, 1, 1, 1, 1, 1, torch.device("meta"))
+        whole = Chunk(model, Config(seq_len=2), mesh, range(model.num_hidden_layers))
+    pairs = [(name, p) for name, p in whole.named_parameters()]
+    return {n for name, p in pairs for n, _ in hf_views(name, p) + hf_fused(name, p)}
+
+
+def load_weights(chunks: list[Chunk], directory: Path, mesh: Mesh) -> None:
+    """Fill the parameters from a Hugging Face directory; layers beyond the model's are left out.
+
+    Raises ValueError naming what is missing, surplus or of another shape.
+    """
+    views, fused, model = {}, {}, chunks[0].arch
+    depth = hf.read_config(directory)["num_hidden_layers"]
+    whole = dataclasses.replace(model, num_hidden_layers=max(depth, model.num_hidden_layers))
+    first = mesh.first_expert(model.num_experts)
     for name, weight in named_parameters(chunks):
-        views.update(hf_views(name, weight.detach()))
-        fused.update(hf_fused(name, weight.detach()))
-    tied = chunks[0].arch.tie_word_embeddings
-    ignore = ("*.inv_freq", *(["lm_head.weight"] if tied else []))
-    E = chunks[0].arch.num_experts
-    hf.load_views(hf.Reader(directory), views, fused, ignore=ignore, n_experts=E)
+        views.update(hf_views(name, weight.detach(), first))
+        fused.update(hf_fused(name, weight.detach(), first))
+    ignore = ("*.inv_freq", *(["lm_head.weight"] if model.tie_word_embeddings else []))
+    hf.load_views(
+        hf.Reader(directory), views, fused, ignore=ignore, known=whole_names(whole),
+        n_experts=model.num_experts,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------
@@ -606,18 +656,21 @@ def flops_per_token(model: Model, seq_len: int) -> float:
 # ------------------------------------------------------------------------------------------------
 
 
-def build_optimizer(chunks: list[Chunk], run: Config) -> Optimizer:
-    """A bucket a chunk and kind of parameter, and the optimizer over them."""
-    buckets = []
+def build_optimizer(chunks: list[Chunk], run: Config, mesh: Mesh) -> Optimizer:
+    """Buckets by chunk and by who replicates the parameters (`chunk.buckets`), and their rules."""
     for chunk in chunks:
-        for experts in (False, True):
+        chunk.buckets = []
+        for experts, group in ((False, mesh.stage), (True, mesh.replicas)):
             named = [(n, p) for n, p in chunk.named_parameters() if (".experts." in n) == experts]
+            first = mesh.first_expert(chunk.arch.num_experts)
             if named:
-                device = named[0][1].device
-                buckets += build_buckets(named, optimizer=run.optimizer, device=device)
+                chunk.buckets += build_buckets(
+                    named, optimizer=run.optimizer, group=group, first_expert=first,
+                    device=mesh.device,
+                )  # fmt: skip
     return Optimizer(
-        buckets, beta1=run.beta1, beta2=run.beta2, eps=run.eps, weight_decay=run.weight_decay,
-        clip=run.clip, moments=run.moments,
+        [bucket for chunk in chunks for bucket in chunk.buckets], beta1=run.beta1, beta2=run.beta2,
+        eps=run.eps, weight_decay=run.weight_decay, clip=run.clip, moments=run.moments,
     )  # fmt: skip
 
 
@@ -630,36 +683,46 @@ def router_buffers(chunks: list[Chunk]) -> dict[str, Tensor]:
     }
 
 
-def save(out: Path, step: int, trainer: "Trainer") -> None:
-    """Write <out>/step-<step>: a Hugging Face directory and trainer/."""
+def save(trainer: "Trainer", step: int) -> None:
+    """Start writing <out>/step-<step>: a Hugging Face directory and trainer/. The step goes on."""
     t = trainer
-    views = {n: v for name, p in named_parameters(t.chunks) for n, v in hf_views(name, p.detach())}
+    first = t.mesh.first_expert(t.model.num_experts)
+    named = [(name, p.detach()) for name, p in named_parameters(t.chunks)]
+    folders = [parse_spec(spec)[0] for spec in t.run.data]
     state = dict(
         tokens=t.tokens, micro_batches=t.micro_batches, data=t.loader.state_dict(),
         updates=t.optimizer.t, skipped=t.optimizer.skipped, run=to_json(t.run),
         model=dataclasses.asdict(t.model),
     )  # fmt: skip
-    checkpoint.save(
-        out, step, views=views, hf_config=hf_config(t.model, t.run.dtype),
-        dtype=DTYPES[t.run.dtype], slices=t.optimizer.slices(), buffers=router_buffers(t.chunks),
-        state=state, keep_last=t.run.keep_last,
+    t.saver.save(
+        step, views=dict(view for item in named for view in hf_views(*item, first)),
+        hf_config=hf_config(t.model, t.run.dtype), dtype=DTYPES[t.run.dtype],
+        slices=t.optimizer.slices(), buffers=router_buffers(t.chunks), state=state,
+        files=hf.tokenizer_files(folders[0]),
     )  # fmt: skip
 
 
 def resume(path: Path, trainer: "Trainer") -> int:
-    """Go on from a checkpoint of this model; returns its step. Raises ValueError if it differs."""
+    """Go on from a checkpoint of this model; returns its step. Raises ValueError if it differs.
+
+    The model, the optimizer and what the sample order depends on must be the run's. All other
+    flags are taken as they are given now: so --steps N, say, means the schedule of N steps.
+    """
     t, state = trainer, checkpoint.load_state(path)
-    mine = to_plain(dataclasses.asdict(t.model))
-    for key, value in mine.items():
-        if state["model"].get(key) != value:
+    fixed = ("seed", "seq_len", "optimizer")
+    mine = dataclasses.asdict(t.model) | {key: getattr(t.run, key) for key in fixed}
+    theirs = state["model"] | {key: state["run"][key] for key in fixed}
+    for key, value in to_plain(mine).items():
+        if theirs.get(key) != value:
             raise ValueError(
-                f"{path}: {key} is {state['model'].get(key)} there and {value} here: "
-                f"use another --out, or the flags of that run"
+                f"{path}: {key} is {theirs.get(key)} there and {value} here: use another --out, or "
+                f"the flags of that run"
             )
     checkpoint.load_slices(path, t.optimizer.slices())
     t.optimizer.refresh_params()
-    for name, saved in checkpoint.load_buffers(path).items():
-        router_buffers(t.chunks)[name].copy_(saved)
+    saved = checkpoint.load_buffers(path)
+    for name, buffer in router_buffers(t.chunks).items():
+        buffer.copy_(saved[name])
     t.optimizer.t, t.optimizer.skipped = state["updates"], state["skipped"]
     t.tokens, t.micro_batches = state["tokens"], state["micro_batches"]
     t.loader.load_state_dict(state["data"])
@@ -686,51 +749,96 @@ class Trainer:
     chunks: list[Chunk]
     optimizer: Optimizer
     loader: Loader
+    pipe: Pipe | None = None
+    lock: Any = None  # held on --out as long as this lives
     tokens: int = 0
     micro_batches: int = 0
 
+    def __post_init__(self):
+        run, mesh = self.run, self.mesh
+        self.batches = Prefetch(self.loader, partial(read_batches, self.loader, run, mesh))
+        self.saver = Saver(run.out, keep_last=run.keep_last, rank=mesh.rank, world=mesh.world)
 
-def split_batches(trainer: Trainer, samples: list) -> tuple[list[Batch], int]:
-    """Read this rank's part of a step's sequences: its micro-batches, and the valid targets of all.
 
-    Counted on the CPU, so that the GPU is not waited for.
+def build_pipe(model: Model, run: Config, mesh: Mesh, chunks: list[Chunk]) -> Pipe | None:
+    """What moves hidden states between chunks; None where all layers are in one."""
+    if len(chunks) == 1:
+        return None
+    shape = run.micro_batch, run.seq_len // mesh.cp, model.hidden_size
+    like = torch.empty(shape, dtype=DTYPES[run.dtype], device=mesh.device)
+    return Pipe(mesh.pp_rank, mesh.pipeline, mesh.down, mesh.up, like)
+
+
+def read_batches(
+    loader: Loader, run: Config, mesh: Mesh, samples: list, real: int | None = None
+) -> tuple[list[Batch], int]:
+    """This rank's micro-batches of a step's sequences, on the CPU, and their valid targets.
+
+    Sequences from number `real` on only fill up the last micro-batches: no target counts. With
+    context parallelism a rank has two pieces of each sequence. Runs ahead of the step, in a thread.
     """
-    t = trainer
+    here = zigzag(run.seq_len, mesh.cp, mesh.cp_rank)
     batches, valid = [], 0
-    for m, ranks in enumerate(batch_map(len(samples), t.run.micro_batch, t.mesh.dp)):
-        tokens, targets = t.loader.read(samples[ranks[0]])
-        valid += int((targets != IGNORE).sum())
-        if t.mesh.device.type == "cuda":
-            tokens, targets = tokens.pin_memory(), targets.pin_memory()
-        to_device = partial(Tensor.to, device=t.mesh.device, non_blocking=True)
-        batches.append(Batch(to_device(tokens), to_device(targets), t.micro_batches + m))
+    for ranks in batch_map(len(samples), run.micro_batch, mesh.dp):
+        rows, positions, cu_seqlens = ranks[mesh.dp_rank], None, None
+        tokens, targets = loader.read(samples[rows])
+        if real is not None:
+            targets[max(0, real - rows.start) :] = IGNORE
+        if run.isolate_documents:
+            eos = loader.eos(samples[rows])
+            targets, positions, cu_seqlens = isolate(tokens, targets, eos)
+            positions = positions[:, here]
+        batches.append(Batch(tokens[:, here], targets[:, here], positions, cu_seqlens))
+        valid += int((batches[-1].targets != IGNORE).sum())
     return batches, valid
 
 
-def gradients(
-    chunks: list[Chunk], batches: list[Batch], valid: int, around=lambda name: nullcontext()
-) -> Tensor:
-    """Accumulate the gradients of one step's loss; returns that loss (scalar, on the device).
+def to_device(batches: list[Batch], mesh: Mesh, first: int = 0) -> list[Batch]:
+    """Copy without waiting, and number: `first` micro-batches were before these in the run."""
+    moved = []
+    for m, b in enumerate(batches, first):
+        index = (m * mesh.dp + mesh.dp_rank) * mesh.cp + mesh.cp_rank
+        tensors = [b.tokens, b.targets, b.positions, b.cu_seqlens]
+        if mesh.device.type == "cuda":
+            pinned = [x if x is None else x.pin_memory() for x in tensors]
+            tensors = [x if x is None else x.to(mesh.device, non_blocking=True) for x in pinned]
+        moved.append(Batch(*tensors, index=index))
+    return moved
 
-    The loss is the sum over the step's tokens divided by the valid ones of all micro-batches, so
-    that every reduction of gradients is a sum. Nothing here waits for the device.
+
+def gradients(
+    trainer: Trainer, batches: list[Batch], valid: int, around=lambda name: nullcontext()
+) -> Tensor:
+    """Accumulate the gradients of one step's loss; returns this rank's share of that loss (scalar).
+
+    The loss is the sum over the step's tokens divided by the valid ones of all micro-batches of
+    all ranks, so that every reduction of gradients is a sum. A chunk's gradients are on their way
+    to their owners as soon as they are complete. Nothing here waits for the device.
     """
-    weight = next(iter(chunks[0].parameters()))
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    loss_grad = torch.full((), 1 / max(valid, 1), dtype=wide, device=weight.device)
-    losses = run_schedule(chunks, batches, loss_grad, around=around)
-    return torch.stack(losses).sum() / max(valid, 1)
+    t, mesh = trainer, trainer.mesh
+    wide = torch.promote_types(DTYPES[t.run.dtype], torch.float32)
+    count = torch.full((), valid, dtype=wide, device=mesh.device)
+    if mesh.stage is not None:
+        dist.all_reduce(count, group=mesh.stage)
+    loss_grad = count.clamp(min=1).reciprocal()
+    losses = run_schedule(
+        t.chunks, batches, loss_grad, pipe=t.pipe, around=around,
+        finished=lambda chunk: [bucket.reduce() for bucket in t.chunks[chunk].buckets],
+    )  # fmt: skip
+    return torch.stack(losses).sum() * loss_grad if losses else 0 * loss_grad
 
 
 @torch.no_grad()
-def update_routers(chunks: list[Chunk], run: Config, skipped: bool) -> Tensor:
-    """Use up the step's statistics: (sparse layers, 1 + E), each layer's balance, then its load.
+def update_routers(trainer: Trainer, skipped: bool) -> list[Tensor]:
+    """Use up the step's statistics: by sparse layer here (1 + E), its balance and its load.
 
     balance = E·Σ f·P over the whole step, 1.0 when perfect; load counts slots. Unless the step was
     skipped, f is what the next step's balance loss uses, and biases move towards equal load.
     """
-    rows = []
-    for chunk in chunks:
+    rows, mesh = [], trainer.mesh
+    for chunk in trainer.chunks:
+        if mesh.stage is not None:
+            dist.all_reduce(chunk.statistics, group=mesh.stage)
         slots, probs = chunk.statistics.unbind(1)  # (L, E) each
         share = slots / slots.sum(-1, keepdim=True).clamp(min=1)
         mean = probs / probs.sum(-1, keepdim=True).clamp(min=1e-30)
@@ -741,44 +849,58 @@ def update_routers(chunks: list[Chunk], run: Config, skipped: bool) -> Tensor:
         if not skipped:
             chunk.state[:, 0] = share
             error = share.mean(-1, keepdim=True) - share
-            chunk.state[:, 1] += run.bias_update_rate * error.sign()
+            chunk.state[:, 1] += trainer.run.bias_update_rate * error.sign()
         chunk.statistics.zero_()
-    return torch.stack(rows) if rows else chunks[0].state.new_zeros(0, 1)
+    return rows
 
 
-def train_step(trainer: Trainer, step: int, around=lambda name: nullcontext()) -> dict[str, Any]:
+def gather_report(trainer: Trainer, values: list[Tensor], rows: list[Tensor]) -> tuple[list, list]:
+    """Sums of scalars over all ranks, and every sparse layer's row, in one transfer."""
+    t, mesh = trainer, trainer.mesh
+    sparse = [i for i in range(t.model.num_hidden_layers) if t.model.is_sparse(i)]
+    table = values[0].new_zeros(len(sparse), 1 + t.model.num_experts)
+    if mesh.dp_rank == mesh.cp_rank == 0:  # one of the replicas that all have the same rows
+        here = [int(i) for c in t.chunks for i, layer in c.model.layers.items() if layer.sparse]
+        for layer, row in zip(here, rows, strict=True):
+            table[sparse.index(layer)] = row
+    packed = torch.cat([torch.stack(values), table.flatten()])
+    if mesh.world > 1:
+        dist.all_reduce(packed)
+    flat, width = packed.tolist(), table.shape[1]
+    return flat[: len(values)], [flat[i : i + width] for i in range(len(values), len(flat), width)]
+
+
+def train_step(
+    trainer: Trainer, step: int, around=lambda name: nullcontext(), stop: bool = False
+) -> dict[str, Any]:
     """One optimizer step over the next global batch; returns what the log shows of it.
 
-    The host waits for the device twice, both after the last backward: for the gradient norm, and
-    for the loss with the routers' statistics.
+    `stop`: this rank was asked to stop; all of them read record["stop"]. The host waits for the
+    device twice, both after the last backward: for the gradient norm, and for the loss with the
+    routers' statistics.
     """
     t, run = trainer, trainer.run
     begin = time.perf_counter()
     with around("data"):
-        batches, valid = split_batches(t, t.loader.take(run.global_batch))
+        batches, valid = t.batches.take(run.global_batch)
+        batches = to_device(batches, t.mesh, t.micro_batches)
     t.optimizer.zero_grad()
-    loss = gradients(t.chunks, batches, valid, around)
+    loss = gradients(t, batches, valid, around)
     lr = lr_at(run, step)
     with around("optimizer"):
         grad_norm, skipped = t.optimizer.step(lr)
-    routers = update_routers(t.chunks, run, skipped)
-    loss, *rest = torch.cat([loss[None], routers.flatten()]).tolist()
-    table = [rest[i : i + routers.shape[1]] for i in range(0, len(rest), routers.shape[1])]
+    scalars = [loss, torch.full_like(loss, float(stop))]
+    (loss, stops), table = gather_report(t, scalars, update_routers(t, skipped))
     tokens = run.global_batch * run.seq_len
     t.tokens, t.micro_batches = t.tokens + tokens, t.micro_batches + len(batches)
     record = dict(
         step=step, steps=run.steps, loss=loss, balance=[row[0] for row in table],
         expert_load=[[int(n) for n in row[1:]] for row in table], grad_norm=grad_norm, lr=lr,
-        tokens=t.tokens, skipped=t.optimizer.skipped,
+        tokens=t.tokens, skipped=t.optimizer.skipped, stop=stops > 0,
     )  # fmt: skip
-    peak = None
-    if t.mesh.device.type == "cuda":
-        record["mem_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        peak = peak_flops(torch.cuda.get_device_name(), run.dtype)
-    record["step_s"] = time.perf_counter() - begin
     flops = flops_per_token(t.model, run.seq_len)
-    per_s, mfu = rates(tokens, record["step_s"], flops, peak, t.mesh.world)
-    return record | dict(tokens_per_s=per_s, mfu=mfu)
+    step_s = time.perf_counter() - begin
+    return record | figures(t.mesh.device, run.dtype, tokens, step_s, flops, t.mesh.world)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -789,34 +911,44 @@ def train_step(trainer: Trainer, step: int, around=lambda name: nullcontext()) -
 @torch.no_grad()
 def evaluate(trainer: Trainer) -> tuple[float, int]:
     """Mean loss over the held-out sequences of `eval_batches` global batches: (loss, tokens)."""
-    t, run = trainer, trainer.run
+    t, run, mesh = trainer, trainer.run, trainer.mesh
     samples = t.loader.heldout(run.eval_batches * run.global_batch)
-    if not samples:
-        raise ValueError("--eval-every: the data has no held-out sequence; use more data, or 0")
-    total, tokens = 0.0, 0
-    for i in range(0, len(samples), run.micro_batch):
-        ids, targets = t.loader.read(samples[i : i + run.micro_batch])
-        batch = Batch(ids.to(t.mesh.device), targets.to(t.mesh.device))
-        (loss,) = run_schedule(t.chunks, [batch])
-        total, tokens = total + loss.item(), tokens + int((targets != IGNORE).sum())
-    return total / max(tokens, 1), tokens
+    each = run.micro_batch * mesh.dp
+    micro_batches = max(-(-len(samples) // each), 2 * mesh.pp if mesh.pp > 1 else 1)
+    filled = samples + samples[:1] * (micro_batches * each - len(samples))
+    batches, valid = read_batches(t.loader, run, mesh, filled, real=len(samples))
+    losses = run_schedule(t.chunks, to_device(batches, mesh), pipe=t.pipe)
+    counted = [float(sum(losses)), valid if mesh.pp_rank == 0 else 0]
+    total = torch.tensor(counted, dtype=torch.float64, device=mesh.device)
+    if mesh.world > 1:
+        dist.all_reduce(total)
+    loss, tokens = total.tolist()
+    return loss / max(tokens, 1), int(tokens)
 
 
 @torch.no_grad()
 def sample(trainer: Trainer, prompt: list[int], count: int, temperature: float = 0.8) -> list[int]:
-    """`count` tokens that continue `prompt`, drawn from the model; always the same for a seed."""
-    t, ids = trainer, list(prompt)
+    """`count` tokens that continue `prompt`, drawn from the model; always the same for a seed.
+
+    Every window is filled up to one length, of which causal attention sees nothing: compiled code
+    would be made anew for each.
+    """
+    t, ids, T = trainer, list(prompt), trainer.run.seq_len
     generator = seeded(torch.device("cpu"), t.run.seed, "sample")
     for _ in range(count):
-        window = torch.tensor([ids[-t.run.seq_len :]], device=t.mesh.device)
-        (logits,) = run_schedule(t.chunks, [Batch(window)])
-        probs = (logits[0, -1].float().cpu() / temperature).softmax(-1)
+        seen = ids[-T:]
+        window = torch.tensor([seen + [0] * (T - len(seen))], device=t.mesh.device)
+        (logits,) = run_schedule(t.chunks, [Batch(window)], pipe=t.pipe)
+        probs = (logits[0, len(seen) - 1].float().cpu() / temperature).softmax(-1)
         ids.append(int(torch.multinomial(probs, 1, generator=generator)))
     return ids[len(prompt) :]
 
 
 def show_sample(trainer: Trainer, log: Log) -> None:
     """Print a continuation of a line of Python, if the data's tokenizer is at hand."""
+    if trainer.mesh.pp * trainer.mesh.cp > 1:
+        log.say("no sample: it needs --pp 1 and --cp 1")
+        return
     encode, decode = encoder(trainer.run.data), decoder(trainer.run.data)
     if encode is None or decode is None:
         log.say("no sample: the data names no tokenizer file")
@@ -838,45 +970,75 @@ def set_up(run: Config) -> tuple[Trainer, Log, int]:
     check_model(model, run)
     mesh = start(run)
     loader = Loader(run.data, run.seq_len, model.vocab_size, run.seed)
-    run.out.mkdir(parents=True, exist_ok=True)  # before the model: it may not be writable
+    if (run.eval_every or run.eval_only) and not loader.heldout(1):
+        raise ValueError(f"--data {' '.join(run.data)}: too little to hold a sequence out for "
+                         f"evaluation; use more, or --eval-every 0")  # fmt: skip
     found = checkpoint.latest(run.out)
-    chunks = build(model, run, mesh.device)
+    if run.eval_only and found is None and run.init_from is None:
+        raise ValueError(f"--eval-only: no checkpoint in --out {run.out}, and no --init-from")
+    held = lock(run.out) if mesh.rank == 0 and not run.eval_only else None
+    chunks = build(model, run, mesh)
     if run.init_from is not None and found is None:
-        load_weights(chunks, run.init_from)
-    trainer = Trainer(model, run, mesh, chunks, build_optimizer(chunks, run), loader)
+        load_weights(chunks, run.init_from, mesh)
+    optimizer, pipe = build_optimizer(chunks, run, mesh), build_pipe(model, run, mesh, chunks)
+    trainer = Trainer(model, run, mesh, chunks, optimizer, loader, pipe, held)
     step = 0 if found is None else resume(found, trainer)
-    log = Log(run.out, to_json(run), rank=mesh.rank, wandb_project=run.wandb, resume_step=step)
-    weights = sum(p.numel() for _, p in named_parameters(chunks))
-    log.say(
-        f"{SCRIPT} {run.preset}: {weights:,} weights, {active_parameters(model):,} active, "
-        f"on {mesh.device}; data {loader.fingerprint}"
-    )
-    if found is not None:
-        log.say(f"resumed {found}")
-    if run.bias_update_rate:
-        log.say("the routing bias is kept in trainer/ only: Hugging Face's format has no place")
+    log = Log(
+        None if run.eval_only else run.out, to_json(run), rank=mesh.rank, resume_step=step,
+        wandb_project=None if run.eval_only else run.wandb,
+    )  # fmt: skip
+    announce(trainer, log, found, step)
     return trainer, log, step
 
 
-def train(trainer: Trainer, log: Log, done: int) -> None:
-    """Steps done + 1 to run.steps, with evaluations and checkpoints; stops early on a signal."""
+def announce(t: Trainer, log: Log, found: Path | None, step: int) -> None:
+    """Say what runs, and what a user may not expect."""
+    run, active = t.run, active_parameters(t.model)
+    on = f"{t.mesh.world} x {t.mesh.device.type}"
+    log.say(f"{SCRIPT} {run.preset}: {active:,} active weights, {on}; data {t.loader.fingerprint}")
+    bias = "the routing bias is kept in trainer/ only: Hugging Face's format has no place for it"
+    for true, said in (
+        (found, f"resumed {found}" + (", --init-from is not read" if run.init_from else "")),
+        (step >= run.steps, f"nothing to train: {step} of --steps {run.steps} are done"),
+        (not run.save_every, "--save-every 0: a checkpoint only when stopped by a signal"),
+        (run.bias_update_rate, bias),
+    ):
+        if true and not run.eval_only:
+            log.say(said)
+    for path, why in checkpoint.incomplete(run.out).items():
+        log.say(f"passed over {path}: {why}")
+
+
+def train(trainer: Trainer, log: Log, done: int) -> bool:
+    """Steps done + 1 to run.steps, with evaluations and checkpoints.
+
+    On SIGTERM or Ctrl-C the step is finished and saved. Returns whether all steps were done.
+    """
     t, run = trainer, trainer.run
-    profiler, stop = Profiler(run.profile, run.out), Stop()
+    profiler, stop = Profiler(run.profile, run.out, t.mesh.rank), Stop()
+    stopped = False
     for step in range(done + 1, run.steps + 1):
         profiler.step_begin(step)
-        log.step(train_step(t, step, profiler.range))
+        shown = train_step(t, step, profiler.range, bool(stop.requested))
+        stopped = shown.pop("stop")
+        log.step(shown)
         profiler.step_end(step)
-        last = step == run.steps or stop.requested
-        if run.eval_every and (step % run.eval_every == 0 or step == run.steps):
+        last = step == run.steps
+        if run.eval_every and not stopped and (step % run.eval_every == 0 or last):
             log.eval(step, *evaluate(t))
-        if run.save_every and (step % run.save_every == 0 or last):
-            save(run.out, step, t)
-            log.say(f"saved step {step} in {run.out}")
-        if stop.requested:
-            log.say(f"stopped by {stop.requested} after step {step}")
+        if stopped or (run.save_every and (step % run.save_every == 0 or last)):
+            save(t, step)
+        for line in t.saver.poll():
+            log.say(line)
+        if stopped:
+            log.say(f"stopped by {stop.requested or 'another rank'} after step {step}")
             break
     profiler.close()
+    t.saver.wait()
+    for line in t.saver.poll():
+        log.say(line)
     stop.close()
+    return not stopped
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -888,14 +1050,17 @@ def main(argv: list[str] | None = None) -> None:
         trainer, log, done = set_up(run)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    if run.eval_only:
-        log.eval(done, *evaluate(trainer))
-    else:
-        train(trainer, log, done)
-        if run.sample_tokens:
+    try:
+        if run.eval_only:
+            log.eval(done, *evaluate(trainer))
+        elif train(trainer, log, done) and run.sample_tokens:
             show_sample(trainer, log)
+    except DataError as error:
+        sys.exit(f"error: {error}")
     log.close()
+    if trainer.saver.error:
+        sys.exit("error: the last checkpoint could not be written")
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()  # torchrun then shows the first traceback of all ranks

@@ -2,6 +2,7 @@
 
     <out>/step-00000100/
         config.json  model-*.safetensors  model.safetensors.index.json    what transformers loads
+        tokenizer.json ...                          copied there
         trainer/optim-00003-of-00008.safetensors    rank 3's slices of the optimizer's state
         trainer/buffers.safetensors                 small tensors no published format has room for
         trainer/state.json                          step, data position, the run's config
@@ -10,9 +11,9 @@ Optimizer state is kept as 1-D slices "parameter|kind|start": `start` counts ele
 beginning of the whole, unsharded parameter (all experts), in row-major order. Nothing refers to
 ranks, so any layout finds what it needs in the files of any other.
 
-A checkpoint is written beside (`.tmp-step-*`), fsynced, state.json last, and then renamed: a
-directory called step-* is complete, whenever the run is killed. Every rank writes what it holds
-and no rank gathers the model.
+Saving copies a rank's part to host memory and writes it in a thread while training goes on. Every
+rank writes what it holds and no rank gathers the model; ranks tell rank 0 by a file that they are
+done, or what went wrong, and rank 0 renames the directory to its final name (common/rundir.py).
 
 torch.distributed.checkpoint's Hugging Face storage (torch 2.13) is not used: it files one slice a
 name and rank where a rank here owns several, holds every file's bytes in memory before writing
@@ -22,15 +23,17 @@ reads `sharded/` again and leaves it there, and its files lack the {"format": "p
 
 import json
 import os
-import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import hf
+from common import hf, rundir
 
 FORMAT = 1  # of trainer/; raised when an older reader would misread it
 
@@ -42,58 +45,169 @@ class CheckpointError(OSError):
 # ---------------------------------------------------------------- saving
 
 
+class Saver:
+    """Writes a run's checkpoints in the background, one at a time.
+
+    out: the run's directory. keep_last: how many complete checkpoints up to the newest one stay
+    (None or 0: all of them). world: above 1 every rank makes a Saver and calls `save`, which uses
+    the default process group; rank 0 tells how it went. timeout_s: how long rank 0 waits for the
+    other ranks once its own part is written.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        *,
+        keep_last: int | None,
+        rank: int = 0,
+        world: int = 1,
+        timeout_s: float = 600.0,
+    ):
+        assert keep_last is None or keep_last >= 0, keep_last
+        self.out, self.keep_last = Path(out), keep_last
+        self.rank, self.world, self.timeout_s = rank, world, timeout_s
+        self.error: str | None = None  # of the last save; a rank above 0 knows its own part only
+        self._lines: list[str] = []
+        self._thread: threading.Thread | None = None
+
+    def save(
+        self,
+        step: int,
+        *,
+        views: dict[str, Tensor],
+        hf_config: dict,
+        dtype: torch.dtype,
+        slices: Iterable[tuple[str, str, int, Tensor]],
+        buffers: dict[str, Tensor],
+        state: dict,
+        files: Iterable[Path] = (),
+    ) -> None:
+        """Copy what <out>/step-<step> will hold and start writing it; every rank calls this.
+
+        Waits for the previous save first. What was given may be changed as soon as it returns. A
+        failed write raises nothing, it is a line of `poll`, and the next save tries again.
+
+        views: this rank's Hugging Face name -> tensor, saved as `dtype`; of replicas that name
+            the same, one copies and writes it.
+        hf_config: config.json's content.
+        slices: (parameter, kind, start, 1-D tensor) of the optimizer state that this rank owns, in
+            the tensor's own dtype; kinds are the optimizer's words, such as "master" or "exp_avg".
+        buffers: name -> small tensor; different names on different ranks are joined.
+        state: JSON values that rank 0 saves; `step`, `world` and `format` are added to them.
+        files: existing files that rank 0 copies beside config.json (a tokenizer's).
+        """
+        self.wait()
+        began, slices, files = time.monotonic(), list(slices), [Path(file) for file in files]
+        record = {**state, "format": FORMAT, "step": step, "world": self.world}
+        record, hf_config = json.loads(json.dumps([record, hf_config]))  # fails now, and copies
+        tmp = self.out / f".tmp-step-{step:08d}"
+        buffers = {name: b.detach().to("cpu", copy=True) for name, b in buffers.items()}
+        mine = hf.nbytes(views, dtype), buffers
+        try:
+            _together(self.world, lambda: rundir.prepare(self.out, tmp) if self.rank == 0 else None)
+            inventories = _together(self.world, lambda: _find(self.out, tmp) or mine)
+        except OSError as e:
+            self._finish(step, began, tmp, str(e))
+            return
+        holders = [sizes for sizes, _ in inventories]
+        buffers = {name: b for _, part in inventories for name, b in part.items()}
+        views, slices = _snapshot(holders, self.rank, views, dtype, slices)
+
+        def write():
+            hf.save_views(tmp, views, hf_config, dtype, holders=holders, rank=self.rank)
+            write_slices(tmp / "trainer", slices, self.rank, self.world)
+            if self.rank == 0:
+                hf.write_tensors(tmp / "trainer" / "buffers.safetensors", buffers)
+                for file in files:
+                    with hf.writing(tmp / file.name) as f:
+                        f.write(file.read_bytes())
+
+        self.error = f"the thread that writes step {step} died"  # until it says otherwise
+        # Not a daemon: a run that ends or fails meanwhile still gets its checkpoint.
+        self._thread = threading.Thread(target=self._run, args=(step, began, tmp, record, write))
+        self._thread.start()
+
+    def poll(self) -> list[str]:
+        """Lines about the saves that ended since the last call: where it is, or why there is none.
+
+        They are rank 0's; another rank has one only if it could not tell rank 0 how it went.
+        """
+        return [self._lines.pop(0) for _ in range(len(self._lines))]
+
+    def wait(self) -> bool:
+        """Block until nothing is being written; whether the last save went well."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self.error is None
+
+    def _run(self, step, began, tmp, record, write):
+        """The thread. No process group here: its calls must come in one order on all ranks."""
+        error = _attempt(write)
+        if self.rank > 0:
+            if untold := _attempt(lambda: _mark(tmp, self.rank, error)):
+                said = error or "its part is written"
+                self._lines.append(f"rank {self.rank}, step {step}: {said}; {untold}")
+            self.error = error
+            return
+        if self.world > 1:  # also after an error here: nothing is removed under one that writes
+            heard = _attempt(lambda: self._hear(tmp))
+            error = f"{error} (rank 0)" if error else heard
+        error = error or _attempt(lambda: rundir.commit(tmp, self.out, record, self.keep_last))
+        self._finish(step, began, tmp, error)
+
+    def _hear(self, tmp):
+        """Wait for every other rank's mark. Raises OSError with what went wrong there."""
+        began, errors = time.monotonic(), []
+        for rank in range(1, self.world):
+            mark = _mark_file(tmp, rank)
+            while not mark.is_file():
+                limit_s = self.timeout_s if threading.main_thread().is_alive() else 10
+                if time.monotonic() - began > limit_s:
+                    errors.append(f"not done after {limit_s:g} s (rank {rank})")
+                    raise OSError("; ".join(errors))
+                time.sleep(0.02)
+            if error := hf.read_json(mark)["error"]:
+                errors.append(f"{error} (rank {rank})")
+            mark.unlink()
+        if errors:
+            raise OSError("; ".join(errors))
+
+    def _finish(self, step, began, tmp, error):
+        """Note how the save went; rank 0 tells, and removes what there is of a failed one."""
+        self.error = error
+        if self.rank > 0:
+            return
+        if error is None:
+            took_s = time.monotonic() - began
+            self._lines.append(f"saved step {step} in {self.out} ({took_s:.1f} s)")
+            return
+        shutil.rmtree(tmp, ignore_errors=True)
+        older = latest(self.out)
+        left = f"{older.name} is intact" if older else "there is no earlier checkpoint"
+        self._lines.append(f"could not save step {step}: {error}; the run goes on, {left}")
+
+
 def save(
     out: str | Path,
     step: int,
     *,
-    views: dict[str, Tensor],
-    hf_config: dict,
-    dtype,
-    slices: Iterable[tuple[str, str, int, Tensor]],
-    buffers: dict[str, Tensor],
-    state: dict,
     keep_last: int | None = None,
     rank: int = 0,
     world: int = 1,
+    **content,
 ) -> Path:
-    """Write <out>/step-<step> from all ranks (each calls it), then delete the oldest ones.
+    """Write <out>/step-<step> and return it when it is complete; arguments as for Saver.
 
-    views: this rank's Hugging Face name -> tensor, saved as `dtype`; replicas may name the same.
-    hf_config: config.json's content.
-    slices: (parameter, kind, start, 1-D tensor) of the optimizer state that this rank owns, in
-        the tensor's own dtype; kinds are the optimizer's words, such as "master" or "exp_avg".
-    buffers: name -> small tensor; different names on different ranks are joined.
-    state: JSON values that rank 0 saves; `step`, `world` and `format` are added to them.
-    keep_last: how many complete checkpoints up to this step stay (None or 0: all of them).
-    world: above 1 the default process group is used to agree on the files and on errors.
-
-    Returns the directory. Raises CheckpointError on every rank where any rank has an OSError.
+    Raises CheckpointError on every rank where any rank has an OSError.
     """
-    assert keep_last is None or keep_last >= 0, keep_last
-    record = {**state, "format": FORMAT, "step": step, "world": world}
-    json.dumps(record)  # fails here rather than after everything else was written
-    out = Path(out)
-    tmp, final = out / f".tmp-step-{step:08d}", out / f"step-{step:08d}"
-    inventory = hf.nbytes(views, dtype), {k: b.detach().cpu() for k, b in buffers.items()}
-
-    def write():
-        hf.save_views(tmp, views, hf_config, dtype, holders=holders, rank=rank)
-        write_slices(tmp / "trainer", slices, rank, world)
-        if rank == 0:
-            joined = {name: b for _, part in inventories for name, b in part.items()}
-            hf.write_tensors(tmp / "trainer" / "buffers.safetensors", joined)
-
-    try:
-        _together(world, lambda: _prepare(out, tmp) if rank == 0 else None)
-        inventories = _together(world, lambda: inventory)
-        holders = [sizes for sizes, _ in inventories]
-        _together(world, write)
-        _together(world, lambda: _commit(tmp, final, record, keep_last) if rank == 0 else None)
-    except OSError as e:
-        if rank == 0:
-            shutil.rmtree(tmp, ignore_errors=True)
-        raise CheckpointError(f"step {step} was not saved in {out}: {e}") from e
-    return final
+    saver = Saver(out, keep_last=keep_last, rank=rank, world=world)
+    saver.save(step, **content)
+    saver.wait()
+    error = _gather(world, saver.error)[0]  # rank 0 has heard everybody's
+    if error:
+        raise CheckpointError(f"step {step} was not saved in {out}: {error}")
+    return rundir.step_dir(Path(out), step)
 
 
 def write_slices(trainer: Path, slices: Iterable, rank: int, world: int) -> None:
@@ -103,119 +217,107 @@ def write_slices(trainer: Path, slices: Iterable, rank: int, world: int) -> None
         assert tensor.dim() == 1 and f"{name}|{kind}|{start}" not in tensors, (name, kind, start)
         tensors[f"{name}|{kind}|{start}"] = tensor
     trainer.mkdir(parents=True, exist_ok=True)
-    hf.write_tensors(trainer / _optim_file(rank, world), tensors)
+    hf.write_tensors(trainer / rundir.optim_file(rank, world), tensors)
 
 
-def _optim_file(rank, world):
-    return f"optim-{rank:05d}-of-{world:05d}.safetensors"
+def _snapshot(holders, rank, views, dtype, slices):
+    """Host copies of the views that this rank will write, in the file's dtype, and of its slices.
+
+    A GPU is waited for once, at the end. Pinned memory goes back to torch's cache, for the next
+    save, when it has been written.
+    """
+
+    def copy(tensor, kind):
+        source = tensor.detach()
+        if source.is_cuda:  # cast there: only between equal types is the copy asynchronous
+            source = source.to(kind).contiguous()
+        host = torch.empty(source.shape, dtype=kind, device="cpu", pin_memory=source.is_cuda)
+        return host.copy_(source, non_blocking=True)
+
+    on_gpu = any(tensor.is_cuda for tensor in [*views.values(), *(t for *_, t in slices)])
+    plan = hf.plan_shards(holders, 1)  # who writes what does not depend on the size of the files
+    names = [name for writer, names in plan if writer == rank for name in names]
+    host_views = {name: copy(views[name], hf.file_dtype(views[name], dtype)) for name in names}
+    host_slices = [(*key, copy(tensor, tensor.dtype)) for *key, tensor in slices]
+    if on_gpu:
+        torch.cuda.synchronize()
+    return host_views, host_slices
+
+
+def _mark_file(tmp, rank):
+    return tmp / "trainer" / f"rank-{rank:05d}.json"
+
+
+def _mark(tmp, rank, error):
+    """Tell rank 0 that this rank's part is written, or why not."""
+    mark = _mark_file(tmp, rank)
+    hf.write_json(mark.with_suffix(".new"), {"error": error})
+    os.rename(mark.with_suffix(".new"), mark)
+
+
+def _attempt(work: Callable[[], object]) -> str | None:
+    """Do it; None, or why it could not be done: trouble with files must not end the run."""
+    try:
+        work()
+    except Exception as e:
+        return _reason(e)
+    return None
+
+
+def _reason(error):
+    if isinstance(error, OSError) and error.strerror:
+        said = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    else:
+        said = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return " ".join(said.split())  # one line
+
+
+def _gather(world, value):
+    """Every rank's value, in rank order."""
+    everyone = [value] * world
+    if world > 1:
+        dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def _together(world: int, work: Callable[[], object]) -> list:
     """Run `work` on every rank; every rank's result, or an OSError on all if any rank has one.
 
-    It is a barrier too: nobody returns before all are done, so that nobody waits in the next phase
-    for a rank whose disk was full in this one.
+    It is a barrier too: nobody returns before all are done.
     """
-    if world == 1:
-        return [work()]
     try:
         mine = work(), None
     except OSError as e:
-        mine = None, str(e)
-    everyone = [None] * world
-    dist.all_gather_object(everyone, mine)
-    errors = [f"{error} (rank {r})" for r, (_, error) in enumerate(everyone) if error]
+        mine = None, _reason(e)
+    everyone = _gather(world, mine)
+    where = [f" (rank {r})" if world > 1 else "" for r in range(world)]
+    errors = [error + where[r] for r, (_, error) in enumerate(everyone) if error]
     if errors:
         raise OSError(errors[0])
     return [result for result, _ in everyone]
 
 
-def _prepare(out, tmp):
-    """Clear what an interrupted save left behind and make the directory to write in."""
-    out.mkdir(parents=True, exist_ok=True)
-    for left in out.glob(".tmp-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    for aside in out.glob(".old-step-*"):  # killed while a step was being replaced
-        final = out / aside.name.removeprefix(".old-")
-        if _complete(final) or not _complete(aside):
-            _delete(aside)
-        else:
-            _delete(final)
-            os.rename(aside, final)
-    tmp.mkdir()
-
-
-def _commit(tmp, final, record, keep_last):
-    """Make a written directory a checkpoint: state.json, disk, rename; then delete old ones."""
-    hf.write_json(tmp / "trainer" / "state.json", record)
-    if not _complete(tmp):
-        raise OSError(f"{tmp} lacks other ranks' files: it must be on a disk that all ranks share")
-    _fsync_dir(tmp / "trainer")
-    _fsync_dir(tmp)
-    aside = final.with_name(f".old-{final.name}")
-    if final.exists():
-        os.rename(final, aside)  # `latest` knows this name: there is a complete one at any time
-    try:
-        os.rename(tmp, final)
-    except OSError:
-        if aside.exists():
-            os.rename(aside, final)
-        raise
-    _fsync_dir(final.parent)
-    if aside.exists():
-        _delete(aside)
-    complete = [path for step, path in _steps(final.parent) if step <= record["step"]]
-    for path in complete[:-keep_last] if keep_last else []:
-        _delete(path)
-
-
-def _delete(path):
-    # Renamed first: half a deletion must not look like a checkpoint. What is to go is no longer
-    # needed, so trouble here is no reason to say that saving failed: the next save tries again.
-    doomed = path.with_name(f".tmp-delete-{path.name}")
-    try:
-        os.rename(path, doomed)
-    except OSError:
-        return
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _fsync_dir(path):
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _find(out, tmp):
+    """Every rank must see what rank 0 has made. The listing asks a file server, not a cache."""
+    if not out.is_dir() or tmp.name not in os.listdir(out):
+        raise OSError(f"{tmp} of rank 0 is not seen here: --out must be on a disk that all share")
 
 
 # ---------------------------------------------------------------- finding and loading
 
 
 def latest(out: str | Path) -> Path | None:
-    """The newest complete checkpoint in `out`, or None; half-written ones do not count."""
-    steps = _steps(Path(out))
-    return steps[-1][1] if steps else None
+    """The newest complete checkpoint in `out`, or None; half-written or damaged ones do not count.
+
+    Complete: every file is there and each safetensors file as long as its header says.
+    """
+    return next((path for _, path in rundir.complete_steps(Path(out))), None)
 
 
-def _steps(out):
-    """(step, path) of every complete checkpoint, oldest first."""
-    found = {}
-    for path in sorted(out.glob("*step-*")):  # ".old-step-7" sorts before "step-7", which wins
-        match = re.fullmatch(r"(?:\.old-)?step-(\d{8,})", path.name)
-        if match and _complete(path):
-            found[int(match[1])] = path
-    return sorted(found.items())
-
-
-def _complete(path):
-    try:
-        world = hf.read_json(path / "trainer" / "state.json")["world"]
-        shards = set(hf.read_json(path / hf.INDEX)["weight_map"].values())
-    except (ValueError, KeyError):
-        return False
-    trainer = [_optim_file(rank, world) for rank in range(world)] + ["buffers.safetensors"]
-    files = ["config.json", *shards, *(f"trainer/{file}" for file in trainer)]
-    return all((path / file).is_file() for file in files)
+def incomplete(out: str | Path) -> dict[Path, str]:
+    """The step-* directories in `out` that `latest` passes over, newest first, and why."""
+    paths = [path for _, path in rundir.candidates(Path(out)) if not path.name.startswith(".")]
+    return {path: flaw for path in paths if (flaw := rundir.flaw(path))}
 
 
 def load_state(path: str | Path) -> dict:

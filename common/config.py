@@ -42,6 +42,8 @@ class Run:
     """Sequences a step."""
     steps: int = 1000
     """Optimizer steps of the whole run."""
+    isolate_documents: bool = False
+    """A token sees its own document only; positions restart, boundary targets are ignored."""
     layers: int | None = None
     """Layers of the model; None: the preset's depth."""
 
@@ -95,17 +97,17 @@ class Run:
     bias_update_rate: float = 0.0
     """Step of the auxiliary-loss-free routing bias; 0 = off."""
     force_balance: Literal["stride", "random"] | None = None
-    """Ignore the router's choices (for benchmarks)."""
+    """Ignore the router's choices, in evaluation too (for benchmarks)."""
 
     # Files.
     model_config: Path | None = None
     """Hugging Face config.json in place of the preset's model."""
     init_from: Path | None = None
-    """Hugging Face directory with the initial weights."""
+    """Hugging Face directory with the initial weights (rounded to --dtype); a new run only."""
     out: Path | None = None
     """Holds step-*/, metrics.jsonl and config.json; None: out/<script>-<preset>."""
-    save_every: int = 0
-    """Steps between checkpoints; 0 = none."""
+    save_every: int = 500
+    """Steps between checkpoints, and after the last; 0 = only when stopped by a signal."""
     keep_last: int = 2
     """Checkpoints kept."""
     eval_every: int = 0
@@ -186,8 +188,8 @@ def check(run: Run, world: int) -> None:
         _refuse(run, "data", "name at least one directory, or stdlib")
     if (run.eval_every or run.eval_only) and run.eval_batches < 1:
         _refuse(run, "eval_batches", "an evaluation needs at least 1")
-    if run.profile is not None:
-        profile_window(run.profile)
+    if run.profile is not None and profile_window(run.profile)[0] > run.steps:
+        _refuse(run, "profile", f"begins after the last of --steps {run.steps}")
 
 
 def _refuse(run: Run, name: str, why: str):
@@ -221,8 +223,6 @@ def _check_values(run: Run) -> None:
 
 
 def _check_schedule(run: Run) -> None:
-    if run.warmup > run.steps:
-        _refuse(run, "warmup", f"must be at most --steps {run.steps}")
     if run.decay is None:
         return
     if run.schedule == "constant":
@@ -290,7 +290,7 @@ def lr_at(run: Run, step: int) -> float:
     """
     if step < run.warmup:
         return run.lr * step / run.warmup
-    after = run.steps - run.warmup
+    after = max(0, run.steps - run.warmup)
     length = run.decay
     if length is None:
         length = min(after, max(1, run.steps // 10)) if run.schedule == "wsd" else after

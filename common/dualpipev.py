@@ -3,15 +3,14 @@
 A layer is a generator that yields an `Exchange` where it has just launched a communication. This
 file drives such generators:
 
-- `drive(steps)` runs one to its end with autograd passing through the exchanges: the reference.
+- `drive(steps)` runs one to its end with autograd passing through: the reference.
 - `forward(steps, tape)` does the same but cuts autograd at every exchange and notes the cut on a
   `Tape`; `backward(tape, grads)` walks the tape in reverse: autograd of one segment, launch of
   the reverse exchange, the weight gradients that were put aside, and the turn handed over.
 - `pair(f, b)` advances a forward and a backward in turns: while one waits for its communication
   the other computes. That is the whole overlap of DualPipe.
-- `schedule(pp, rank, micro_batches)` yields the rank's actions, DualPipeV's eight phases
-  (DeepSeek-AI DualPipe, dualpipe/dualpipev.py, MIT; the phases and their counts are theirs);
-  `run(...)` executes them.
+- `schedule(pp, rank, micro_batches)` yields the rank's actions, DualPipeV's eight phases (their
+  counts are DeepSeek-AI's, DualPipe dualpipe/dualpipev.py, MIT); `run(...)` executes them.
 
 No context manager may span a yield: the other generator would run inside it.
 """
@@ -23,16 +22,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-Steps = Generator["Exchange", Any, Any]  # a layer or a chunk under way
-Deferred = list[Callable[[], None]]  # weight gradients put aside, oldest first
+Steps = Generator["Exchange | Counts", Any, Any]  # a layer or a chunk under way
+Defer = Callable[[Callable[[], None]], None]  # takes the computation of a weight gradient
 
 
-# ------------------------------------------------------------------------------------------------
-# Exchange: launched when constructed, waited for when resumed
-# ------------------------------------------------------------------------------------------------
+# ---- Exchange: launched when constructed, waited for when resumed
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,9 @@ def launch(route: Route, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[
     for sent in tensors:
         buffer = sent.new_empty(sum(route.recv_counts), *sent.shape[1:])
         counts = list(route.recv_counts), list(route.send_counts)
-        works.append(
-            torch.distributed.all_to_all_single(
-                buffer, sent.detach().contiguous(), *counts, group=route.group, async_op=True
-            )
-        )
+        sent = sent.detach().contiguous()
+        work = dist.all_to_all_single(buffer, sent, *counts, group=route.group, async_op=True)
+        works.append(work)
         received.append(buffer)
     return received, works
 
@@ -74,9 +70,9 @@ def launch(route: Route, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[
 class Exchange:
     """Rows of `tensors` on their way along `route`; `keep` are the other live tensors.
 
-    Yielded by a layer, it resumes with the received tensors followed by the kept ones. All live
-    tensors that carry a gradient must be sent or kept: the tape cuts autograd here. The gradient
-    of a received tensor travels back along the reversed route in the received tensor's dtype.
+    Yielded by a layer, it resumes with the received tensors, then the kept ones. All live tensors
+    that carry a gradient must be sent or kept: the tape cuts autograd here. The gradient of a
+    received tensor travels back along the reversed route in that tensor's dtype.
     """
 
     def __init__(self, route: Route, tensors: Sequence[Tensor], keep: Sequence[Tensor] = ()):
@@ -90,33 +86,36 @@ class Exchange:
         return self.received
 
     def through(self) -> tuple[Tensor, ...]:
-        """What the layer resumes with when autograd is to pass through the exchange."""
+        """What the layer resumes with where nothing is cut: without a group, or without grad."""
         if self.route.group is None:
             return self.tensors + self.keep
-        return _Through.apply(self, *self.tensors) + self.keep
+        return (*self.wait(), *self.keep)
 
 
-class _Through(torch.autograd.Function):
-    """An exchange as a differentiable function: backward sends the gradients back, and waits."""
+class Counts:
+    """How many rows and slots each rank of `group` will send: launched now, read when resumed.
 
-    @staticmethod
-    def forward(ctx, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.route = exchange.route
-        received = exchange.wait()
-        ctx.mark_non_differentiable(*(r for r in received if not r.is_floating_point()))
-        return tuple(received)
+    counts_P2 (ranks, 2): rows and slots for each. On a group of its own it need not queue behind
+    the exchanges. Reading it is the one place in a layer where the host waits for the device.
+    """
 
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        back, works = launch(ctx.route.reverse(), grads)
-        for work in works:
-            work.wait()
-        return None, *(g if g.is_floating_point() else None for g in back)
+    def __init__(self, group: Any, counts_P2: Tensor):
+        self.both = counts_P2.new_empty(2, *counts_P2.shape)
+        self.both[0] = counts_P2
+        self.work = dist.all_to_all_single(self.both[1], self.both[0], group=group, async_op=True)
+
+    def through(self) -> "Counts":
+        self.work.wait()
+        (self.sent, _), (self.received, slots) = self.both.transpose(1, 2).tolist()
+        self.received_slots = sum(slots)
+        return self
+
+    def route(self, group: Any) -> Route:
+        """The rows' way over `group`, the same ranks."""
+        return Route(group, tuple(self.sent), tuple(self.received))
 
 
-# ------------------------------------------------------------------------------------------------
-# Tape: what a forward leaves for its backward
-# ------------------------------------------------------------------------------------------------
+# ---- Tape: what a forward leaves for its backward
 
 
 @dataclass
@@ -140,14 +139,22 @@ class Tape:
 
     `cut_all` cuts at exchanges without a group too, which lets one process exercise the cuts; by
     itself such an exchange is no cut, so that with ep = 1 the chunk is one plain autograd graph.
-    `deferred` is the queue that the layers are given for their weight gradients.
+    Layers give the computation of their weight gradients to `defer`: it waits for `flush` where
+    there is something to hide behind it, and runs at once where it would only keep memory.
     """
 
     cut_all: bool = False
     inputs: list[Tensor] = field(default_factory=list)  # leaves the chunk started from
     cuts: list[Cut] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)  # gradient edges of what the chunk returned
-    deferred: Deferred = field(default_factory=list)
+    deferred: list[Callable[[], None]] = field(default_factory=list)  # oldest first
+    putting_aside: bool = False
+
+    def defer(self, compute: Callable[[], None]) -> None:
+        if self.putting_aside:
+            self.deferred.append(compute)
+        else:
+            compute()
 
     def cut(self, exchange: Exchange) -> tuple[Tensor, ...]:
         """Wait for `exchange`, note the cut, and return what the layer goes on with."""
@@ -164,14 +171,11 @@ class Tape:
     @torch.no_grad()
     def flush(self) -> None:
         """Compute the weight gradients that were put aside."""
-        for compute in self.deferred:
-            compute()
-        self.deferred.clear()
+        while self.deferred:
+            self.deferred.pop(0)()
 
 
-# ------------------------------------------------------------------------------------------------
-# Driving a micro-batch
-# ------------------------------------------------------------------------------------------------
+# ---- Driving a micro-batch
 
 
 def drive(steps: Steps) -> Any:
@@ -188,17 +192,21 @@ def forward(steps: Steps, tape: Tape | None) -> Generator[None, None, Any]:
     """Run a chunk with its cuts on `tape`, yielding while a communication is in flight.
 
     Without a tape (evaluation) nothing is cut. Returns the chunk's output, detached: its gradient
-    goes through the tape.
+    goes through the tape. Counts are waited for with the turn kept: a layer's forward would yield
+    more often than its backward, and the two drift apart.
     """
     value = None
     while True:
         try:
-            exchange = steps.send(value)
+            request = steps.send(value)
         except StopIteration as done:
             output = done.value
             break
+        if isinstance(request, Counts):
+            value = request.through()
+            continue
         yield
-        value = exchange.through() if tape is None else tape.cut(exchange)
+        value = request.through() if tape is None else tape.cut(request)
     if tape is not None:
         tape.outputs = _edges([output])
     return output.detach()
@@ -207,15 +215,18 @@ def forward(steps: Steps, tape: Tape | None) -> Generator[None, None, Any]:
 def backward(tape: Tape, grad: Tensor, hold: bool = False) -> Generator[None, None, Any]:
     """Walk `tape` in reverse from the output's gradient; returns the gradients of its inputs.
 
-    The weight gradients that layers put aside are computed behind each launch, or stay on the
-    tape for a later `flush` if `hold`.
+    Weight gradients put aside are computed behind each launch, or stay on the tape if `hold`.
     """
     edges, grads = tape.outputs, [grad]
+    tape.putting_aside = hold or bool(tape.cuts)
     while tape.cuts:
         cut = tape.cuts.pop()
         _run_segment(edges, grads)
-        gradients = [None if leaf is None else _grad_of(leaf) for leaf in cut.leaves]
-        travel = [i for i in range(cut.sent) if gradients[i] is not None]
+        gradients = [leaf if leaf is None else leaf.grad for leaf in cut.leaves]
+        travel = [i for i in range(cut.sent) if cut.leaves[i] is not None]
+        for i in travel:  # a leaf nobody used has no gradient, but its rank's peers wait for one
+            if gradients[i] is None:
+                gradients[i] = torch.zeros_like(cut.leaves[i])
         received, works = launch(cut.route.reverse(), [gradients[i] for i in travel])
         if not hold:
             tape.flush()
@@ -231,13 +242,8 @@ def backward(tape: Tape, grad: Tensor, hold: bool = False) -> Generator[None, No
     return [leaf.grad for leaf in tape.inputs]
 
 
-def _grad_of(leaf: Tensor) -> Tensor:
-    """A leaf nobody used has no gradient, but its rank's peers wait for one."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
 def _run_segment(edges: list[Any], grads: list[Tensor | None]) -> None:
-    live = [(e, g) for e, g in zip(edges, grads, strict=True) if e is not None]
+    live = [(e, g) for e, g in zip(edges, grads, strict=True) if e is not None and g is not None]
     if live:
         torch.autograd.backward(*map(list, zip(*live, strict=True)))
 
@@ -256,9 +262,7 @@ def pair(first: Generator | None, second: Generator | None) -> tuple[Any, Any]:
     return results[0], results[1]
 
 
-# ------------------------------------------------------------------------------------------------
-# Schedule: a rank's actions, in order
-# ------------------------------------------------------------------------------------------------
+# ---- Schedule: a rank's actions, in order
 
 
 @dataclass(frozen=True)
@@ -289,7 +293,7 @@ def plain(micro_batches: int) -> Iterator[Action]:
 def schedule(pp: int, rank: int, micro_batches: int) -> Iterator[Action]:
     """DualPipeV on rank `rank` of `pp`, which holds chunks `rank` (0) and `2·pp-1-rank` (1).
 
-    Raises ValueError if a pipeline of pp > 1 gets fewer than 2·pp micro-batches.
+    Raises ValueError if pp > 1 gets fewer than 2·pp micro-batches.
     """
     if pp > 1 and micro_batches < 2 * pp:
         raise ValueError(
@@ -298,102 +302,133 @@ def schedule(pp: int, rank: int, micro_batches: int) -> Iterator[Action]:
         )
     forwards, backwards, held = [0, 0], [0, 0], deque()
 
-    def f(chunk: int) -> tuple[int, int]:
-        forwards[chunk] += 1
-        return chunk, forwards[chunk] - 1
-
-    def b(chunk: int, hold: bool = False) -> tuple[int, int]:
-        backwards[chunk] += 1
-        if hold:
-            held.append((chunk, backwards[chunk] - 1))
-        return chunk, backwards[chunk] - 1
+    def act(phase: int, f: int | None = None, b: int | None = None, hold: bool = False) -> Action:
+        """The next micro-batch of chunk `f` forward, of chunk `b` backward."""
+        pairs = []
+        for done, chunk in ((forwards, f), (backwards, b)):
+            pairs.append(None if chunk is None else (chunk, done[chunk]))
+            if chunk is not None:
+                done[chunk] += 1
+        held.extend(pairs[1:] if hold else [])
+        return Action(*pairs, hold=hold, phase=phase)
 
     for _ in range(2 * (pp - rank - 1)):  # 1: fill the way down
-        yield Action(f=f(0), phase=1)
+        yield act(1, f=0)
     for _ in range(rank + 1):  # 2: both ways fill
-        yield Action(f=f(0), phase=2)
-        yield Action(f=f(1), phase=2)
+        yield act(2, f=0)
+        yield act(2, f=1)
     for _ in range(pp - rank - 1):  # 3: first backwards; weight gradients fill the wait
-        yield Action(b=b(1, hold=True), hold=True, phase=3)
+        yield act(3, b=1, hold=True)
         yield Action(w=held.popleft(), phase=3)
-        yield Action(f=f(1), phase=3)
+        yield act(3, f=1)
     for i in range(micro_batches - 2 * pp + rank + 1):  # 4: steady, every pair overlapped
         if i == 0 and rank == pp - 1:  # the turn of the V: the first pair would wait for itself
-            yield Action(f=f(0), phase=4)
-            yield Action(b=b(1), phase=4)
+            yield act(4, f=0)
+            yield act(4, b=1)
         else:
-            yield Action(f=f(0), b=b(1), phase=4)
-        yield Action(f=f(1), b=b(0), phase=4)
+            yield act(4, f=0, b=1)
+        yield act(4, f=1, b=0)
     for _ in range(pp - rank - 1):  # 5: the way down is empty
-        yield Action(b=b(1), phase=5)
-        yield Action(f=f(1), b=b(0), phase=5)
-    hold = False
+        yield act(5, b=1)
+        yield act(5, f=1, b=0)
+    hold, middle = False, (rank + 1) // 2
     for i in range(rank + 1):  # 6: both drain; from the middle on, weight gradients are held back
-        hold = hold or (i == (rank + 1) // 2 and rank % 2 == 1)
-        yield Action(b=b(1, hold), hold=hold, phase=6)
-        hold = hold or (i == (rank + 1) // 2 and rank % 2 == 0)
-        yield Action(b=b(0, hold), hold=hold, phase=6)
+        hold = hold or (i == middle and rank % 2 == 1)
+        yield act(6, b=1, hold=hold)
+        hold = hold or (i == middle and rank % 2 == 0)
+        yield act(6, b=0, hold=hold)
     for _ in range(pp - rank - 1):  # 7: a weight gradient between two backwards
         yield Action(w=held.popleft(), phase=7)
-        yield Action(b=b(0, hold=True), hold=True, phase=7)
+        yield act(7, b=0, hold=True)
     while held:  # 8: what is left of them
         yield Action(w=held.popleft(), phase=8)
 
 
-# ------------------------------------------------------------------------------------------------
-# Executor (one pipeline rank: both ends of every transfer are here)
-# ------------------------------------------------------------------------------------------------
+def transfers(pp: int, rank: int, micro_batches: int, train: bool, down: bool) -> Iterator[tuple]:
+    """What `rank` sends to the next rank (`down`) or the one before: ("f" or "b", chunk, m), ..."""
+    for action in schedule(pp, rank, micro_batches):
+        if action.f and action.f[0] == (0 if down else 1):
+            yield "f", *action.f
+        if train and action.b and action.b[0] == (1 if down else 0):
+            yield "b", *action.b
 
-Chunk = Callable[[Tensor | None, Any, Deferred | None], Steps]
+
+# ---- Executor
+
+Chunk = Callable[[Tensor | None, Any, Defer | None], Steps]
+
+
+class _Run:
+    """The micro-batches under way on one rank; `pipe` brings and takes what crosses chunks."""
+
+    def __init__(self, chunks, batches, loss_grad, pipe, cut_all):
+        self.chunks, self.batches, self.loss_grad = chunks, batches, loss_grad
+        self.pipe, self.cut_all, self.losses = pipe, cut_all, []
+        self.tapes: dict[tuple[int, int], Tape] = {}
+        # Where the model begins and ends: pipeline rank 0 has both.
+        here = pipe is None or pipe.rank == 0
+        self.first, self.last = (0, len(chunks) - 1) if here else (None, None)
+
+    def forward(self, chunk: int, m: int) -> Generator:
+        x = None if chunk == self.first else self.pipe.receive("f", chunk, m)
+        if self.loss_grad is None:
+            return forward(self.chunks[chunk](x, self.batches[m], None), None)
+        tape = self.tapes[chunk, m] = Tape(self.cut_all)
+        if x is not None:
+            tape.inputs = [x.requires_grad_()]
+        return forward(self.chunks[chunk](x, self.batches[m], tape.defer), tape)
+
+    def backward(self, chunk: int, m: int, hold: bool) -> Generator:
+        grad = self.loss_grad if chunk == self.last else self.pipe.receive("b", chunk, m)
+        return backward(self.tapes[chunk, m] if hold else self.tapes.pop((chunk, m)), grad, hold)
+
+    def pass_on(self, action: Action, output: Tensor | None, input_grads: list[Tensor]) -> None:
+        """Send a chunk's output, and the gradient of its input, to where they are needed."""
+        if action.f and action.f[0] == self.last:
+            self.losses.append(output)
+        elif action.f:
+            self.pipe.send("f", *action.f, output)
+        if input_grads and action.b[0] != self.first:
+            self.pipe.send("b", *action.b, input_grads[0])
 
 
 def run(
     chunks: Sequence[Chunk],
     batches: Sequence[Any],
     loss_grad: Tensor | None = None,
+    *,
+    pipe: Any = None,
+    finished: Callable[[int], None] = lambda chunk: None,
     cut_all: bool = False,
     around: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
 ) -> list[Tensor]:
-    """Take every micro-batch through `chunks`, and back if `loss_grad` is given.
+    """Take every micro-batch through this rank's chunks, and back if `loss_grad` is given.
 
-    A chunk is called as `chunk(x, batch, deferred)` and returns its steps; the first gets x =
-    None, the last returns the micro-batch's loss (summed; a scalar). `loss_grad` is the gradient
-    of each of these losses (scalar). Parameter gradients accumulate. One chunk goes micro-batch by
-    micro-batch; two follow DualPipeV. `around` names each action for a profiler. Returns the
-    losses, detached.
+    A chunk is called as `chunk(x, batch, defer)` and returns its steps; the model's first gets
+    x = None, its last returns the micro-batch's loss (summed; a scalar). `loss_grad` is the
+    gradient of each of these losses (scalar). Parameter gradients accumulate. Without a `pipe`
+    the one chunk goes micro-batch by micro-batch; with a mesh.Pipe two chunks follow DualPipeV.
+    `finished(chunk)` is called when that chunk's gradients are complete; `around` names each
+    action for a profiler. Returns the losses, detached, on pipeline rank 0; elsewhere none.
     """
-    train, last = loss_grad is not None, len(chunks) - 1
-    actions = plain(len(batches)) if last == 0 else schedule(1, 0, len(batches))
-    outputs: dict[tuple[int, int], Tensor] = {}
-    tapes: dict[tuple[int, int], Tape] = {}
-    grads: dict[tuple[int, int], Tensor] = {}
-
-    def start_forward(chunk: int, m: int) -> Generator:
-        x = outputs.pop((chunk - 1, m)) if chunk else None
-        if not train:
-            return forward(chunks[chunk](x, batches[m], None), None)
-        tape = tapes[chunk, m] = Tape(cut_all)
-        if x is not None:
-            tape.inputs = [x.requires_grad_()]
-        return forward(chunks[chunk](x, batches[m], tape.deferred), tape)
-
-    def start_backward(chunk: int, m: int, hold: bool) -> Generator:
-        grad = loss_grad if chunk == last else grads.pop((chunk, m))
-        return backward(tapes[chunk, m], grad, hold)
-
-    for action in actions:
-        f = start_forward(*action.f) if action.f else None
-        b = start_backward(*action.b, action.hold) if action.b and train else None
+    train, state = loss_grad is not None, _Run(chunks, batches, loss_grad, pipe, cut_all)
+    if pipe is None:
+        actions = list(plain(len(batches)))
+    else:
+        actions = list(schedule(pipe.pp, pipe.rank, len(batches)))
+        pipe.start(len(batches), train)
+    ends = {x[0]: i for i, a in enumerate(actions) for x in (a.b, a.w) if x}
+    for i, action in enumerate(actions):
+        f = state.forward(*action.f) if action.f else None
+        b = state.backward(*action.b, action.hold) if action.b and train else None
         with around(str(action)):
             output, input_grads = pair(f, b)
             if action.w and train:
-                tapes.pop(action.w).flush()
-        if f is not None:
-            outputs[action.f] = output
-        if b is not None:
-            chunk, m = action.b
-            if chunk:
-                grads[chunk - 1, m] = input_grads[0]
-            if not action.hold:
-                del tapes[action.b]
-    return [outputs[last, m] for m in range(len(batches))]
+                state.tapes.pop(action.w).flush()
+        state.pass_on(action, output, input_grads)
+        for chunk, end in ends.items():
+            if end == i and train:
+                finished(chunk)
+    if pipe is not None:
+        pipe.finish()
+    return state.losses

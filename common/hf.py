@@ -8,16 +8,20 @@ the views and loading copies into them; which view is which part is the training
     load_views(reader, views, fused, ignore=("*.inv_freq",), n_experts=128)
     save_views("out/model", views, config, torch.bfloat16)
 
-Only safetensors files are read and written (format: github.com/huggingface/safetensors, README).
-They are written here rather than by `safetensors.torch.save_file`, which wants all tensors of a
-file contiguous in host memory at once and reports a full disk as something other than OSError.
+Only safetensors files are read and written (format: github.com/huggingface/safetensors, README);
+nothing is ever unpickled. Files are written here rather than by `safetensors.torch.save_file`,
+which wants all tensors of a file contiguous in host memory at once and reports a full disk as
+something other than OSError.
 """
 
 import json
 import os
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,6 +41,14 @@ SAFETENSORS_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+TOKENIZER_FILES = (
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
+    "chat_template.jinja vocab.json merges.txt vocab.txt tokenizer.model"
+).split()
+PICKLED = (
+    "pickled weights, which are not read: convert them with transformers' from_pretrained and then "
+    "save_pretrained, which writes safetensors"
+)
 LOADABLE = ("F64", "F32", "BF16", "F16")  # others (fp8, packed int) mean nothing without scales
 
 
@@ -50,7 +62,8 @@ class Reader:
     any *.safetensors files with distinct names in them (looked for in this order).
 
     Raises ValueError that names the path: nothing there, only pickled (`*.bin`) weights, a shard
-    that is missing, damaged or lacks a tensor that the index places in it, a name in two files.
+    that is missing, cut short, outside the directory or without a tensor that the index places in
+    it, a name in two files.
     """
 
     def __init__(self, path: str | Path):
@@ -69,7 +82,7 @@ class Reader:
                 self._where[name] = handle
 
     def _open(self, file):
-        try:
+        try:  # this also compares the file's length with what its header says
             return self._files.setdefault(file, safe_open(file, framework="pt"))
         except (SafetensorError, OSError) as e:
             raise ValueError(f"{file} cannot be read ({e}); copy or download it again") from e
@@ -96,6 +109,8 @@ class Reader:
 
 def _weight_files(path: Path) -> list[tuple[Path, set[str]]]:
     """The files to open, each with the names an index promises in it (empty: whatever it holds)."""
+    if path.is_file() and path.suffix != ".safetensors":
+        raise ValueError(f"{path} is no .safetensors file; *.bin, *.pt and *.pth are {PICKLED}")
     if path.is_file():
         return [(path, set())]
     if not path.is_dir():
@@ -106,18 +121,18 @@ def _weight_files(path: Path) -> list[tuple[Path, set[str]]]:
         return _indexed_files(path)
     files = sorted(path.glob("*.safetensors"))
     if not files and list(path.glob("*.bin")):
-        raise ValueError(
-            f"{path} holds only pickled weights (*.bin), which are not read: convert them with "
-            "transformers' from_pretrained and then save_pretrained, which writes safetensors"
-        )
+        raise ValueError(f"{path} holds only {PICKLED}")
     if not files:
         raise ValueError(f"{path} holds no *.safetensors file")
     return [(file, set()) for file in files]
 
 
 def _indexed_files(path):
-    shards = {}
-    for name, file in read_json(path / INDEX).get("weight_map", {}).items():
+    weight_map, shards = read_json(path / INDEX).get("weight_map"), {}
+    for name, file in weight_map.items() if isinstance(weight_map, dict) else ():
+        # By name, not by what it resolves to: a downloaded model's files may be symbolic links.
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            raise ValueError(f"{path / INDEX} places {name} in {file!r}, no file name beside it")
         shards.setdefault(file, set()).add(name)
     absent = sorted(file for file in shards if not (path / file).is_file())
     if absent or not shards:
@@ -246,7 +261,7 @@ def save_views(
 
 def nbytes(views: dict[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
     """The bytes that each view takes in a file when floats are written as `dtype`."""
-    return {n: v.numel() * _file_dtype(v, dtype).itemsize for n, v in views.items()}
+    return {n: v.numel() * file_dtype(v, dtype).itemsize for n, v in views.items()}
 
 
 def plan_shards(holders: list[dict[str, int]], limit: int) -> list[tuple[int, list[str]]]:
@@ -285,38 +300,50 @@ def write_tensors(
     Tensors may have any strides and device. The same input gives the same bytes. Raises OSError.
     """
     # Wide elements first, as the format's own writer does: every tensor is then aligned.
-    order = sorted(tensors, key=lambda n: (-_file_dtype(tensors[n], dtype).itemsize, natural(n)))
+    order = sorted(tensors, key=lambda n: (-file_dtype(tensors[n], dtype).itemsize, natural(n)))
     header, end = {"__metadata__": {"format": "pt"}}, 0  # from_pretrained wants "pt"
     for name in order:
-        kind, shape = _file_dtype(tensors[name], dtype), list(tensors[name].shape)
+        kind, shape = file_dtype(tensors[name], dtype), list(tensors[name].shape)
         start, end = end, end + tensors[name].numel() * kind.itemsize
         entry = {"dtype": SAFETENSORS_NAMES[kind], "shape": shape, "data_offsets": [start, end]}
         header[name] = entry
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as f:
+    with writing(path) as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            flat = tensors[name].detach().to(_file_dtype(tensors[name], dtype)).reshape(-1).cpu()
+            flat = tensors[name].detach().to(file_dtype(tensors[name], dtype)).reshape(-1).cpu()
             f.write(flat.view(torch.uint8).numpy())
-        fsync(f)
 
 
-def _file_dtype(tensor, dtype):
+def file_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What a tensor is written as when floats are written as `dtype` (None: as they are)."""
     return dtype if dtype and tensor.is_floating_point() else tensor.dtype
 
 
 def write_json(path: str | Path, value: dict) -> None:
     """Write indented JSON and fsync it. Raises OSError."""
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(json.dumps(value, indent=2) + "\n")
-        fsync(f)
+    with writing(path) as f:
+        f.write((json.dumps(value, indent=2) + "\n").encode())
 
 
-def fsync(file) -> None:
-    """Put an open file's content on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
+@contextmanager
+def writing(path: str | Path) -> Iterator[BinaryIO]:
+    """A new file to write bytes to, on the disk when the block ends.
+
+    Raises OSError that names the file, which is then gone: on a full disk, there is room again.
+    """
+    try:
+        with open(path, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        with suppress(OSError):
+            os.unlink(path)
+        if e.strerror and not e.filename:  # a failed write does not say of which file
+            e.filename = str(path)
+        raise
 
 
 def natural(name: str) -> list:
@@ -324,7 +351,7 @@ def natural(name: str) -> list:
     return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]
 
 
-# ---------------------------------------------------------------- config.json
+# ---------------------------------------------------------------- config.json, tokenizer
 
 
 def read_json(path: str | Path) -> dict:
@@ -373,8 +400,22 @@ def _unify(config, key, other):
     config[key] = other
 
 
+def check_sizes(config: dict, source: str | Path, counts: Iterable[str]) -> None:
+    """Raises ValueError naming the keys of `counts` that are missing or no integers from 1."""
+    bad = [key for key in counts if not (type(config.get(key)) is int and config[key] > 0)]
+    if bad:
+        said = ", ".join(f"{key} {config.get(key)!r}" for key in bad)
+        raise ValueError(f"{source}: must be integers from 1: {said}")
+
+
 def expect_model_type(config: dict, types: tuple[str, ...]) -> None:
     """Raise ValueError unless the config's `model_type` is one of `types`."""
     if config.get("model_type") not in types:
         wanted = " or ".join(types)
         raise ValueError(f"model_type is {config.get('model_type')!r}, this script takes {wanted}")
+
+
+def tokenizer_files(folder: str | Path) -> list[Path]:
+    """Which of the usual files of a tokenizer are in a directory (none where it is not there)."""
+    paths = [Path(folder) / name for name in TOKENIZER_FILES]
+    return [path for path in paths if path.is_file()]

@@ -255,6 +255,18 @@ def rates(
     return per_s, None if peak is None else per_s * flops_per_token / (peak * world)
 
 
+def figures(
+    device: torch.device, dtype: str, tokens: int, step_s: float, flops_per_token: float, world: int
+) -> dict[str, float | None]:
+    """A step's speed and memory for its record: step_s, tokens_per_s, mfu, mem_gib (CUDA peak)."""
+    peak = mem_gib = None
+    if device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device), dtype)
+        mem_gib = torch.cuda.max_memory_allocated(device) / 2**30
+    per_s, mfu = rates(tokens, step_s, flops_per_token, peak, world)
+    return {"step_s": step_s, "tokens_per_s": per_s, "mfu": mfu, "mem_gib": mem_gib}
+
+
 class Profiler:
     """Traces a window of steps into `<out>/profile/`; does nothing at all without a window.
 

@@ -1,24 +1,81 @@
-"""Where this process stands: its device and its place in the rank grid.
+"""Where this process stands: its device, its place in the rank grid and the groups it belongs to.
 
-One process for now: `grid = arange(world).view(pp, dp, cp)` with every axis 1.
+    grid = arange(world).view(pp, dp, cp)                      one row of ranks a pipeline stage
+    experts = arange(world).view(pp, dp * cp // ep, ep)        expert groups are consecutive ranks
+
+The user gives pp, cp and ep; dp is what is left. Attention may use data or context parallelism
+while the same ranks form expert groups. Dense parameters are replicated over a stage's dp * cp
+ranks, an expert's over the dp * cp / ep ranks that hold it.
 """
 
+import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from common.config import Run
+from common.dualpipev import transfers
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks along each axis, this process's rank and device."""
+    """Sizes of the axes, this rank's coordinates, its device and its process groups.
+
+    A group of one rank is None. `stage`: the dp * cp replicas of this stage's dense parameters;
+    `replicas`: the ranks that hold the same experts; `experts`, `counts`: the ranks that share a
+    layer's experts, twice, so that the small exchange need not queue behind the large one;
+    `ring`: the ranks that share a sequence; `down`, `up`: by the lower pipeline rank of each pair
+    of neighbours, transfers to the higher rank and back.
+    """
 
     rank: int
     world: int
+    pp: int
     dp: int
+    cp: int
+    ep: int
     device: torch.device
+    pp_rank: int = 0
+    dp_rank: int = 0
+    cp_rank: int = 0
+    ep_rank: int = 0
+    pipeline: tuple[int, ...] = (0,)  # the ranks of this rank's pipeline, in order
+    stage: Any = None
+    replicas: Any = None
+    experts: Any = None
+    counts: Any = None
+    ring: Any = None
+    down: dict[int, Any] = field(default_factory=dict)
+    up: dict[int, Any] = field(default_factory=dict)
+
+    def first_expert(self, experts: int) -> int:
+        """Index of this rank's first of `experts`."""
+        return self.ep_rank * experts // self.ep
+
+
+def grid(world: int, pp: int, cp: int) -> Tensor:
+    """Ranks by (pipeline, data, context) coordinate: (pp, dp, cp)."""
+    return torch.arange(world).view(pp, -1, cp)
+
+
+def expert_grid(world: int, pp: int, ep: int) -> Tensor:
+    """Ranks by (pipeline, copy, expert rank): (pp, dp·cp/ep, ep)."""
+    return torch.arange(world).view(pp, -1, ep)
+
+
+def spread_layers(layers: int, n_chunks: int) -> list[range]:
+    """Consecutive layers, evenly over chunks; inner chunks get the remainder: the outer two have
+    the embedding and the head."""
+    count, extra = divmod(layers, n_chunks)
+    inner_first = sorted(range(n_chunks), key=lambda i: abs(2 * i + 1 - n_chunks))
+    sizes = [count + (i in inner_first[:extra]) for i in range(n_chunks)]
+    return [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(n_chunks)]
 
 
 def world_size() -> int:
@@ -27,13 +84,11 @@ def world_size() -> int:
 
 
 def start(run: Run) -> Mesh:
-    """Claim the device (CUDA where there is one) and return the mesh. `run` has been checked.
+    """Claim the device (CUDA where there is one), join the other processes and return the mesh.
 
-    Raises ValueError for more than one process.
+    `run` has been checked against `world_size()`. Under torchrun a process group is made (NCCL on
+    CUDA, else gloo), whose collectives fail after --timeout seconds.
     """
-    world, rank = world_size(), int(os.environ.get("RANK", "0"))
-    if world > 1:
-        raise ValueError(f"{world} processes: only 1 is supported; use --nproc-per-node 1")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -42,4 +97,115 @@ def start(run: Run) -> Mesh:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once
         torch.utils.deterministic.fill_uninitialized_memory = False  # poisoning is for tests
     torch.use_deterministic_algorithms(run.deterministic)
-    return Mesh(rank, world, world // (run.pp * run.cp), device)
+    if world_size() > 1 and not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=run.timeout))
+    return build(run, device)
+
+
+def build(run: Run, device: torch.device) -> Mesh:
+    """The mesh over the default process group, or of one process without it."""
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    pp, cp, ep = run.pp, run.cp, run.ep
+    ranks, experts = grid(world, pp, cp), expert_grid(world, pp, ep)
+    pp_rank, dp_rank, cp_rank = (ranks == rank).nonzero()[0].tolist()
+    ep_rank = (experts == rank).nonzero()[0, 2].item()
+    pipeline = tuple(ranks[:, dp_rank, cp_rank].tolist())
+
+    def group(table: Tensor) -> Any:
+        """This rank's group among the table's rows; every rank makes all of them, in order."""
+        mine = None
+        for row in table.tolist():
+            made = None
+            if len(row) > 1:
+                made = dist.new_group(row, timeout=timedelta(seconds=run.timeout))
+            mine = made if rank in row else mine
+        return mine
+
+    pipelines = ranks.flatten(1).T  # (dp·cp, pp)
+    pairs = [pipelines[:, i : i + 2] for i in range(pp - 1)]
+    return Mesh(
+        rank, world, pp, ranks.shape[1], cp, ep, device, pp_rank, dp_rank, cp_rank, ep_rank,
+        pipeline,
+        stage=group(ranks.flatten(1)),
+        replicas=group(experts.transpose(1, 2).flatten(0, 1)),
+        experts=group(experts.flatten(0, 1)),
+        counts=group(experts.flatten(0, 1)),
+        ring=group(ranks.flatten(0, 1)),
+        down={i: group(pair) for i, pair in enumerate(pairs)},
+        up={i: group(pair) for i, pair in enumerate(pairs)},
+    )  # fmt: skip
+
+
+def seeded(device: torch.device, *key: Any) -> torch.Generator:
+    """A generator that depends on `key` alone: the step uses no global random state."""
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+class Pipe:
+    """The way of (B, T, D) tensors, alike in shape and dtype, between a pipeline's ranks.
+
+    `down[i]` and `up[i]` are groups of the pipeline's ranks i and i + 1 (`ranks`: their global
+    numbers). Each carries one direction only, so that sends and receives never queue behind each
+    other; receives are posted in the order of the other side's schedule, one ahead of need. At
+    the turn of the V both chunks are on one rank, and a tensor is only handed over.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], down: dict, up: dict, like: Tensor):
+        self.rank, self.pp, self.like = rank, len(ranks), like
+        before, after = ranks[rank - 1], ranks[(rank + 1) % len(ranks)]
+        self.to = {True: (after, down.get(rank)), False: (before, up.get(rank - 1))}
+        self.source = {True: (before, down.get(rank - 1)), False: (after, up.get(rank))}
+
+    def start(self, micro_batches: int, train: bool) -> None:
+        """Begin a run: nothing is left of the last one."""
+        self.coming: dict[bool, Iterator[tuple]] = {}
+        self.posted: dict[tuple, tuple[Any, Tensor]] = {}
+        self.handed: dict[tuple, Tensor] = {}
+        self.sending: list[tuple[Any, Tensor]] = []
+        for down, (_, group) in self.source.items():
+            if group is not None:
+                sender = self.rank + (-1 if down else 1)
+                self.coming[down] = transfers(self.pp, sender, micro_batches, train, down)
+                self._post(down)
+
+    def _post(self, down: bool) -> None:
+        key = next(self.coming[down], None)
+        if key is not None:
+            buffer = torch.empty_like(self.like)
+            self.posted[key] = self._launch(dist.irecv, buffer, *self.source[down]), buffer
+
+    @staticmethod
+    def _launch(op: Callable, tensor: Tensor, peer: int, group: Any) -> Any:
+        # Batched, NCCL uses the group's own communicator; alone it would make one a pair, at a
+        # moment when the other side may not be there to join.
+        return dist.batch_isend_irecv([dist.P2POp(op, tensor, peer, group)])[0]
+
+    def receive(self, kind: str, chunk: int, m: int) -> Tensor:
+        """The activation or gradient of micro-batch m that this rank's chunk waits for."""
+        down = (kind == "f") == (chunk == 0)
+        if self.source[down][1] is None:
+            return self.handed.pop((kind, chunk, m))
+        while (kind, chunk, m) not in self.posted:
+            self._post(down)
+        self._post(down)
+        work, buffer = self.posted.pop((kind, chunk, m))
+        work.wait()
+        return buffer
+
+    def send(self, kind: str, chunk: int, m: int, tensor: Tensor) -> None:
+        """Pass on what this rank's chunk computed of micro-batch m."""
+        peer, group = self.to[(kind == "f") == (chunk == 0)]
+        if group is None:
+            self.handed[kind, 1 - chunk, m] = tensor
+            return
+        tensor = tensor.contiguous()
+        self.sending = [item for item in self.sending if not item[0].is_completed()]
+        self.sending.append((self._launch(dist.isend, tensor, peer, group), tensor))
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived."""
+        for work, _ in self.sending:
+            work.wait()
+        assert not self.posted and not self.handed, (self.posted.keys(), self.handed.keys())

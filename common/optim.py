@@ -1,35 +1,43 @@
-"""AdamW and Muon over flat buffers, laid out for sharding over replicas (ZeRO-1).
+"""AdamW and Muon over flat buffers, sharded over replicas (ZeRO-1, arXiv 1910.02054).
 
 The parameters that one replica group holds of one model chunk live in one flat buffer
 (`Bucket.values`), their gradients in another (`Bucket.grads`, fp32 or wider). Parameters are views
 of the first; `param.main_grad` is a view of the second. The flat buffer is cut into consecutive
 ranges, one per owner (a rank of the replica group); a rank keeps master weights and moments of its
-own range only. In a group of one that range is everything.
+own range only. A parameter has one replica group (a stage's dense ones the ranks of the stage, an
+expert's the ranks that hold it), whose owned ranges are disjoint and complete: a sum over all
+ranks' owned ranges counts every parameter of the model once.
 
 Gradients are not kept in `param.grad`: torch.compile refuses a bf16 parameter whose `.grad` is
 fp32 (seen in torch 2.13). A hook adds autograd's gradient to `main_grad` and clears `.grad`; code
 that computes a weight gradient itself (the experts' grouped GEMMs) writes to `main_grad` directly.
 
-A step is: norm of all gradients -> skip if not finite -> update of the owned masters, clipped
--> parameters. The single host synchronisation stands between the norm and the update, so that the
-host runs ahead while the update is busy.
+A step is: gradients summed to their owners -> norm of all of them -> skip if not finite -> update
+of the owned masters, clipped -> owned parameters to everyone. Collectives are launched bucket by
+bucket and run beside each other and beside the updates. The single host synchronisation stands
+between the norm and the update, so that the host runs ahead while the update is busy.
 
-AdamW: Loshchilov and Hutter, arXiv 1711.05101, as in torch.optim.AdamW. Muon: Keller Jordan,
-https://kellerjordan.github.io/posts/muon, scaled as in Moonlight, arXiv 2502.16982.
+AdamW: Loshchilov and Hutter, arXiv 1711.05101, as in torch.optim.AdamW. Muon: common/muon.py.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from common.muon import deal, muon_, split_matrices
+
 ALIGN = 128  # elements: 256 bytes in bf16, 512 in fp32
 CHUNK = 1 << 24  # elements that an update handles at a time, which bounds its temporaries
-MUON_MOMENTUM = 0.95
+
+# torch 2.13 renamed both and warns of the old names, 2.11 knows only those.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 # Which parameters get what
@@ -56,16 +64,6 @@ def uses_muon(name: str, shape: tuple[int, ...]) -> bool:
     return decays(name, shape) and apart.isdisjoint(name.split("."))
 
 
-def split_matrices(name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(count, rows, columns) of the equal matrices that a weight holds, one behind the other.
-
-    A stack (E, D, F) holds E; a fused `gate_up` (E, 2F, D) or (2F, D) holds gate and up apart.
-    """
-    halves = 2 if "gate_up" in name else 1
-    assert shape[-2] % halves == 0, f"{name} {shape} is not gate rows followed by up rows"
-    return math.prod(shape[:-2]) * halves, shape[-2] // halves, shape[-1]
-
-
 # Layout: integers only
 
 
@@ -81,8 +79,8 @@ def layout(
     and a tensor may straddle owners.
     matrices[i], the number of equal matrices in tensor i: every matrix lies whole in one range. A
     stack must stay contiguous for the model, so there is no room to pad inside it and the **ranges
-    differ in length**, a reduce-scatter over them has to pad; the longest is as short as matrix
-    boundaries in this order allow. Ranges may be empty.
+    may differ in length** or be empty; the longest is as short as matrix boundaries in this order
+    allow.
     """
     starts, end = [], 0
     for size in sizes:
@@ -96,27 +94,11 @@ def layout(
         for start, size, count in zip(starts, sizes, matrices, strict=True)
         for i in range(count)
     ]
-    return starts, _deal([*marks, end], owners)
+    return starts, deal([*marks, end], owners)
 
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-def _deal(marks: list[int], owners: int) -> list[int]:
-    """owners + 1 ascending values of marks, first to last, with the smallest longest distance."""
-
-    def fill(room: int) -> list[int]:
-        bounds = [0]
-        for _ in range(owners):
-            bounds.append(marks[bisect_right(marks, bounds[-1] + room) - 1])
-        return bounds
-
-    low, high = 0, marks[-1]  # the shortest room with which the owners' ranges reach the end
-    while low < high:
-        room = (low + high) // 2
-        low, high = (low, room) if fill(room)[-1] == marks[-1] else (room + 1, high)
-    return fill(low)
 
 
 # Buckets
@@ -133,13 +115,17 @@ class Bucket:
 
     rule: str  # "adamw" or "muon"
     named_params: list[tuple[str, Parameter]]  # in buffer order
+    group: dist.ProcessGroup | None  # the replicas; None where this rank is the only one
+    owner: int  # this rank's place in the group
+    first_expert: int  # index in the whole model of the first expert that stacks here hold
     starts: list[int]
     bounds: list[int]
-    owner: int
     decay_end: int
     values: Tensor
     grads: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)
+    pending: list[dist.Work] = field(default_factory=list)  # collectives to wait for
+    reduced: bool = False
 
     @property
     def own(self) -> slice:
@@ -157,6 +143,51 @@ class Bucket:
             if lo < hi:
                 yield name, param, start, lo, hi
 
+    def reduce(self) -> None:
+        """Starts the sum of the gradients over the group; `wait` completes it in grads[own].
+
+        Other ranges then hold anything. Once between two steps, when all of the bucket's gradients
+        have been computed (on CUDA: launched on the current stream or waited for by it).
+        """
+        assert not self.reduced, "a bucket was reduced twice in a step"
+        self.reduced = True
+        if self.group is not None:
+            grads, how = self.grads, dict(group=self.group, async_op=True)
+            if self._even():
+                self.pending += [reduce_scatter(grads[self.own], grads, **how)]
+            else:
+                parts = self._parts(grads)
+                self.pending += [dist.reduce(part, group_dst=r, **how) for r, part in parts]
+
+    def publish(self) -> None:
+        """Owned masters to parameters, then starts their way to the group; `wait` completes it."""
+        if self.values.dtype != self.grads.dtype:  # else the master is the parameter
+            self.values[self.own].copy_(self.state["master"])
+        if self.group is not None:
+            values, how = self.values, dict(group=self.group, async_op=True)
+            if self._even():
+                self.pending += [all_gather(values, values[self.own], **how)]
+            else:
+                parts = self._parts(values)
+                self.pending += [dist.broadcast(part, group_src=r, **how) for r, part in parts]
+
+    def wait(self) -> None:
+        """For what was started; on CUDA the current stream waits, not the host."""
+        while self.pending:
+            self.pending.pop(0).wait()
+
+    def _even(self) -> bool:
+        """AdamW's ranges are equal, and Muon's where experts of one size divide evenly.
+
+        Equal ranges take one collective. Others take one an owner, of its own range: that needs no
+        padding and no staging. All are in place, as NCCL and gloo allow.
+        """
+        return len({hi - lo for lo, hi in pairwise(self.bounds)}) == 1
+
+    def _parts(self, flat: Tensor) -> list[tuple[int, Tensor]]:
+        """(owner, its range of flat) of every owner that has something."""
+        return [(r, x) for r, x in enumerate(flat.tensor_split(self.bounds[1:-1])) if len(x)]
+
     def check_attached(self) -> None:
         """Gradients left in `.grad` and parameters moved elsewhere would be lost silently."""
         for (name, param), start in zip(self.named_params, self.starts, strict=True):
@@ -166,14 +197,16 @@ class Bucket:
 
 
 def build_buckets(
-    named_params: list[tuple[str, Parameter]], *, optimizer: str, owners: int = 1, owner: int = 0,
-    device: torch.device | str,
+    named_params: list[tuple[str, Parameter]], *, optimizer: str, device: torch.device | str,
+    group: dist.ProcessGroup | None = None, first_expert: int = 0,
 ) -> list[Bucket]:  # fmt: skip
     """The buckets of one replica group and model chunk: one, or for Muon one per update rule.
 
     named_params: distinct parameters of one dtype, with values (not on meta); a tied weight is
     given once. Their values move into the bucket, on `device`, and `.main_grad` appears on each.
-    owners: ranks in the replica group; owner: this rank's place in it.
+    group: the ranks that hold these same parameters, equal at the start; None: only this rank.
+    first_expert: index of the first expert in the stacks (".experts." in the name), where they are
+    a part of the model's experts; checkpoints count elements from expert 0.
 
     Raises ValueError for an unknown optimizer.
     """
@@ -189,27 +222,26 @@ def build_buckets(
     muon.sort(key=lambda item: math.prod(split_matrices(item[0], item[1].shape)[1:]), reverse=True)
     rest.sort(key=lambda item: not decays(item[0], item[1].shape))
     split = (("muon", muon), ("adamw", rest))
-    return [_fill(rule, items, owners, owner, device) for rule, items in split if items]
+    return [_fill(rule, named, group, first_expert, device) for rule, named in split if named]
 
 
-def _fill(rule: str, items: list, owners: int, owner: int, device: torch.device | str) -> Bucket:
+def _fill(rule: str, named: list, group, first_expert: int, device) -> Bucket:
     """Allocates the flat buffers and turns the parameters into views of them."""
-    sizes = [p.numel() for _, p in items]
-    counts = [split_matrices(n, p.shape)[0] for n, p in items] if rule == "muon" else None
+    owners, owner = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    sizes = [p.numel() for _, p in named]
+    counts = [split_matrices(n, p.shape)[0] for n, p in named] if rule == "muon" else None
     starts, bounds = layout(sizes, owners, counts)
-    undecayed = [start for (n, p), start in zip(items, starts) if not decays(n, p.shape)]
-    dtype = items[0][1].dtype
+    undecayed = [start for (n, p), start in zip(named, starts) if not decays(n, p.shape)]
+    end, dtype = min(undecayed, default=bounds[-1]), named[0][1].dtype
     values = torch.zeros(bounds[-1], dtype=dtype, device=device)
-    wide = torch.promote_types(dtype, torch.float32)
-    grads = torch.zeros(bounds[-1], dtype=wide, device=device)
-    for (_, param), start, size in zip(items, starts, sizes):
+    grads = torch.zeros_like(values, dtype=torch.promote_types(dtype, torch.float32))
+    for (_, param), start, size in zip(named, starts, sizes):
         view = values[start : start + size].view(param.shape)
         view.copy_(param.detach())
         param.data = view
         param.main_grad = grads[start : start + size].view(param.shape)
         param.register_post_accumulate_grad_hook(_collect_grad)
-    decay_end = min(undecayed, default=bounds[-1])
-    return Bucket(rule, items, starts, bounds, owner, decay_end, values, grads)
+    return Bucket(rule, named, group, owner, first_expert, starts, bounds, end, values, grads)
 
 
 def _collect_grad(param: Parameter) -> None:
@@ -219,7 +251,7 @@ def _collect_grad(param: Parameter) -> None:
         param.grad = None
 
 
-# Update rules
+# AdamW
 
 
 def adamw_(
@@ -257,40 +289,6 @@ def fused_adamw_(w, g, m, v, lr, beta1, beta2, eps, weight_decay, t, scale) -> N
         *pieces, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
         amsgrad=False, maximize=False, grad_scale=divisor,
     )  # fmt: skip
-
-
-def newton_schulz(x_NRC: Tensor) -> Tensor:
-    """Nearly orthogonal matrices with the singular vectors of x; singular values about 0.7 to 1.2.
-
-    x_NRC: N matrices of R rows and C columns; returns (N, R, C), bf16 on CUDA, else x's dtype.
-    A zero matrix stays zero. Five iterations of the quintic in Keller Jordan's post.
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = x_NRC / torch.linalg.matrix_norm(x_NRC, keepdim=True).clamp_min(1e-12)
-    x = x.bfloat16() if x.is_cuda else x
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x  # the Gram matrix of the shorter side is the cheaper one
-    for _ in range(5):
-        gram = x @ x.mT
-        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, poly, x, beta=a)
-    return x.mT if tall else x
-
-
-def muon_(
-    w_NRC: Tensor, g_NRC: Tensor, m_NRC: Tensor, *, lr: float, weight_decay: float, scale: float
-) -> None:
-    """One Muon update (Nesterov) of N matrices in place, with gradient g · scale.
-
-    m_NRC: momentum, in w's dtype or bf16. The update is scaled to AdamW's typical size, 0.2 an
-    element, so that learning rate and decay carry over (arXiv 2502.16982, equation 4).
-    """
-    g = g_NRC * scale
-    momentum = g.add(m_NRC, alpha=MUON_MOMENTUM)
-    m_NRC.copy_(momentum)
-    update = newton_schulz(g.add_(momentum, alpha=MUON_MOMENTUM))
-    size = 0.2 * math.sqrt(max(w_NRC.shape[-2:]))
-    w_NRC.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * size)
 
 
 # The optimizer
@@ -331,17 +329,24 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Zeroes the gradients in place."""
         for b in self.buckets:
+            b.wait()  # for a reduction that no step followed
+            b.reduced = False
             b.grads.zero_()
 
     @torch.no_grad()
     def step(self, lr: float) -> tuple[float, bool]:
         """Updates the weights from `main_grad`; returns (gradient norm before clipping, skipped).
 
-        If the norm is not finite nothing but `skipped` changes. Does not zero the gradients, but
-        may leave them clipped.
+        All ranks call it and get the same result. Buckets that were not reduced yet are. If the
+        norm is not finite no weight or state changes. Gradients are left reduced and clipped.
         """
         for b in self.buckets:
             b.check_attached()
+            if not b.reduced:
+                b.reduce()
+        for b in self.buckets:
+            b.wait()
+            b.reduced = False
         norm = self._grad_norm()
         if not math.isfinite(norm):
             self.skipped += 1
@@ -350,13 +355,21 @@ class Optimizer:
         scale = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
         for b in self.buckets:
             (self._step_muon if b.rule == "muon" else self._step_adamw)(b, lr, scale)
-        self.refresh_params()
+            b.publish()
+        for b in self.buckets:
+            b.wait()
         return norm, False
 
     def _grad_norm(self) -> float:
-        """Norm over the owned ranges: every parameter once, gaps are zero. Waits for the device."""
+        """Norm over all ranks' owned ranges, which hold every parameter once; gaps are zero.
+
+        The same on every rank. Waits for the device.
+        """
         norms = [torch.linalg.vector_norm(b.grads[b.own]).double() for b in self.buckets]
-        return math.sqrt(torch.stack(norms).square().sum().item())
+        square = torch.stack(norms).square().sum()
+        if dist.is_initialized():
+            dist.all_reduce(square)
+        return math.sqrt(square.item())
 
     def _step_adamw(self, b: Bucket, lr: float, scale: float) -> None:
         own = b.own
@@ -386,19 +399,22 @@ class Optimizer:
 
     @torch.no_grad()
     def refresh_params(self) -> None:
-        """Masters to parameters: after an update or after masters were loaded."""
+        """Masters to all ranks' parameters, after masters were loaded; all ranks call it."""
         for b in self.buckets:
-            if b.values.dtype != b.grads.dtype:  # else the master is the parameter
-                b.values[b.own].copy_(b.state["master"])
+            b.publish()
+        for b in self.buckets:
+            b.wait()
 
     def slices(self) -> Iterator[tuple[str, str, int, Tensor]]:
         """The owned state, for checkpoints: (parameter's name, kind, start, tensor).
 
         kind: "master", "exp_avg", "exp_avg_sq" or "momentum". tensor: (n,), elements start to
-        start + n of the flattened parameter; a view, written to when loading (then call
-        refresh_params). The union over a replica group's ranks covers every parameter once.
+        start + n of the flattened parameter, all experts counted; a view, written to when loading
+        (then call refresh_params). The union over all ranks covers every parameter once.
         """
         for b in self.buckets:
             for kind, flat in b.state.items():
-                for name, _, start, lo, hi in b.owned():
-                    yield name, kind, lo - start, flat[lo - b.own.start : hi - b.own.start]
+                for name, param, start, lo, hi in b.owned():
+                    skipped = b.first_expert * param[0].numel() if ".experts." in name else 0
+                    part = flat[lo - b.own.start : hi - b.own.start]
+                    yield name, kind, skipped + lo - start, part

@@ -1,11 +1,14 @@
-"""Dispatch planning: from the experts each token chose to the order in which they compute.
+"""Dispatch planning: which rows go to which rank, and in which order experts compute them.
 
-Slots are a row's routed copies, S = R·K of them in row-major order of the choices. Sorted by
-expert, ties in row order, they form one group of rows an expert for the grouped GEMMs. The plan
-holds that sort and its inverse, so that gathering (rows → sorted slots) and the local sum (sorted
-slots → rows) both read, in a fixed order and with no atomics: the same choices give the same bits.
+On the sending side a token goes at most once to each rank that holds any of its chosen experts,
+with its local expert ids and routing weights (`Crossing`). On the receiving side the R rows'
+slots (a row's routed copies, K a row, some of them elsewhere) are sorted by expert, ties in row
+order, into one group of rows an expert for the grouped GEMMs (`Plan`). With ep = 1 nothing is
+sent and the rows are the tokens: only the receiving side is there.
 
-With ep = 1 all sizes are known on the host: nothing synchronises.
+Every gather has its inverse in the plan, so that sums read in a fixed order, with no atomics: the
+same choices give the same bits. Sizes that depend on the choices come from the exchange of counts;
+with ep = 1 all are known on the host and nothing synchronises.
 """
 
 from typing import NamedTuple
@@ -14,44 +17,137 @@ import torch
 from torch import Tensor
 
 
-class Plan(NamedTuple):
-    """How R rows meet E experts (integers on the rows' device).
+def up(x: Tensor) -> Tensor:
+    """`x` in the dtype that accumulations use: fp32, or float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
-    weights_S: routing weight of each slot (the only one that carries a gradient); order_S: slot
-    at each sorted position; rows_S: its row; experts_S: its expert; positions_RK: sorted position
-    of each of a row's slots; offsets_E: end of each expert's group among the sorted slots.
+
+def sum_rows(rows_RD: Tensor, at_NK: Tensor, valid_NK: Tensor | None) -> Tensor:
+    """out_n = Σ over k of rows[at[n, k]] where valid, k in order: (R, D), (N, K) → (N, D)."""
+    if not len(rows_RD):
+        return rows_RD.new_zeros(len(at_NK), rows_RD.shape[1])
+    taken_NKD = up(rows_RD[at_NK])
+    if valid_NK is not None:
+        taken_NKD = taken_NKD.masked_fill(~valid_NK[..., None], 0)
+    return taken_NKD.sum(1).to(rows_RD.dtype)
+
+
+# ------------------------------------------------------------------------------------------------
+# Receiving side
+# ------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """How R rows meet E local experts through S slots (integers on the rows' device).
+
+    order_S: slot (row·K + choice) at each sorted position; rows_S: its row; experts_S: its expert;
+    positions_RK: sorted position of each of a row's slots (any, where it is not here);
+    valid_RK: which are here, None if all; offsets_E (int32): end of each expert's group.
     """
 
-    weights_S: Tensor
     order_S: Tensor
     rows_S: Tensor
     experts_S: Tensor
     positions_RK: Tensor
+    valid_RK: Tensor | None
     offsets_E: Tensor
 
-    def load(self) -> Tensor:
-        """Slots an expert received, (E,) int32."""
-        return self.offsets_E.diff(prepend=self.offsets_E.new_zeros(1))
 
+def dispatch_plan(ids_RK: Tensor, n_experts: int, slots: int | None = None) -> Plan:
+    """Sort the slots by expert; an expert nobody chose has an empty group.
 
-def dispatch_plan(
-    topk_ids_NK: Tensor, topk_weights_NK: Tensor, n_experts: int, ep: int = 1
-) -> Plan:
-    """Sort the N·K chosen slots by expert; an expert nobody chose has an empty group.
-
-    topk_ids_NK (N, K) integers; topk_weights_NK (N, K). Raises ValueError unless ep = 1: with
-    more expert ranks the plan needs the exchange of counts.
+    ids_RK (R, K) integers, local expert ids. `slots`: how many are not −1 (a choice that lives on
+    another rank), None if all are experts.
     """
-    if ep != 1:
-        raise ValueError(f"dispatch_plan: ep {ep} is not supported, only 1")
-    N, K = topk_ids_NK.shape
-    device = topk_ids_NK.device
-    experts_S, order_S = topk_ids_NK.flatten().to(torch.int32).sort(stable=True)
+    R, K = ids_RK.shape
+    device = ids_RK.device
+    valid_RK = None if slots is None else ids_RK >= 0
+    keys = ids_RK if valid_RK is None else ids_RK.masked_fill(~valid_RK, n_experts)
+    sorted_S, order_S = keys.flatten().to(torch.int32).sort(stable=True)
     experts = torch.arange(n_experts, dtype=torch.int32, device=device)
-    offsets_E = torch.searchsorted(experts_S, experts, right=True, out_int32=True)
+    offsets_E = torch.searchsorted(sorted_S, experts, right=True, out_int32=True)
     positions_S = torch.empty_like(order_S)
-    positions_S[order_S] = torch.arange(N * K, device=device)
-    positions_NK = positions_S.view(N, K)
-    return Plan(
-        topk_weights_NK.flatten(), order_S, order_S // K, experts_S, positions_NK, offsets_E
-    )
+    positions_S[order_S] = torch.arange(R * K, device=device)
+    if slots is not None:  # those elsewhere were sorted to the end
+        sorted_S, order_S = sorted_S[:slots], order_S[:slots]
+        positions_S = positions_S.clamp(max=max(slots - 1, 0))
+    return Plan(order_S, order_S // K, sorted_S, positions_S.view(R, K), valid_RK, offsets_E)
+
+
+# ------------------------------------------------------------------------------------------------
+# Sending side
+# ------------------------------------------------------------------------------------------------
+
+
+class Crossing(NamedTuple):
+    """N tokens' way to `ep` ranks and back; before the counts are known only the first two.
+
+    to_NP: which ranks a token goes to; counts_P2: rows and slots for each of them. token_R,
+    rank_R: token and destination of each row sent, rank by rank, tokens in order; at_NP: row that
+    carries a token to a rank (any, where none does).
+    """
+
+    to_NP: Tensor
+    counts_P2: Tensor
+    token_R: Tensor | None = None
+    rank_R: Tensor | None = None
+    at_NP: Tensor | None = None
+
+
+def crossing(ids_NK: Tensor, n_experts: int, ep: int) -> Crossing:
+    """Where tokens must go; `n_experts` in all, consecutive ones on a rank. Does not wait."""
+    rank_NK = ids_NK // (n_experts // ep)
+    slots_NP = torch.nn.functional.one_hot(rank_NK, ep).sum(1)
+    to_NP = slots_NP > 0
+    return Crossing(to_NP, torch.stack([to_NP.sum(0), slots_NP.sum(0)], 1))
+
+
+def lay_out(cross: Crossing, rows: int) -> Crossing:
+    """The crossing's rows, `rows` = the sum of its row counts, in the order they are sent."""
+    N = len(cross.to_NP)
+    to_PN = cross.to_NP.T.flatten()
+    order = (~to_PN).to(torch.uint8).argsort(stable=True)[:rows]
+    at_NP = (to_PN.cumsum(0) - 1).clamp(min=0).view(-1, N).T
+    return cross._replace(token_R=order % N, rank_R=order // N, at_NP=at_NP)
+
+
+class _Spread(torch.autograd.Function):
+    """Rows to send, (N, D) → (R, D); backward sums a token's rows in rank order."""
+
+    @staticmethod
+    def forward(ctx, tokens_ND, cross):
+        ctx.cross = cross
+        return tokens_ND[cross.token_R]
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        return sum_rows(grad_RD, ctx.cross.at_NP, ctx.cross.to_NP), None
+
+
+class _Collect(torch.autograd.Function):
+    """The inverse way, (R, D) → (N, D): a token's rows summed in rank order."""
+
+    @staticmethod
+    def forward(ctx, rows_RD, cross):
+        ctx.cross = cross
+        return sum_rows(rows_RD, cross.at_NP, cross.to_NP)
+
+    @staticmethod
+    def backward(ctx, grad_ND):
+        return grad_ND[ctx.cross.token_R], None
+
+
+def spread(
+    tokens_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, cross: Crossing, n_local: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What travels: rows (R, D), local expert ids (R, K) int32, −1 elsewhere, weights (R, K)."""
+    ids_RK = ids_NK[cross.token_R] - cross.rank_R[:, None] * n_local
+    here_RK = (ids_RK >= 0) & (ids_RK < n_local)
+    weights_RK = weights_NK[cross.token_R].masked_fill(~here_RK, 0)
+    local_RK = ids_RK.masked_fill(~here_RK, -1).to(torch.int32)
+    return _Spread.apply(tokens_ND, cross), local_RK, weights_RK
+
+
+def collect(rows_RD: Tensor, cross: Crossing) -> Tensor:
+    """Each token's sum over the ranks that computed for it, (R, D) → (N, D)."""
+    return _Collect.apply(rows_RD, cross)

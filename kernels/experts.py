@@ -9,13 +9,14 @@ rows and the activation are made again. Sums run in the plan's fixed order, no a
 On a GPU in bf16 the products are F.grouped_mm; elsewhere a loop over the experts.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.dispatch import Plan
+from kernels.dispatch import Plan, sum_rows, up
 
 
 class ClampedSwiGLU(NamedTuple):
@@ -26,11 +27,6 @@ class ClampedSwiGLU(NamedTuple):
 
 
 Activation = Literal["swiglu"] | ClampedSwiGLU
-
-
-def up(x: Tensor) -> Tensor:
-    """`x` in the dtype that accumulations use: fp32, or float64 if it is that."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _activate(h_S2F: Tensor, activation: Activation) -> Tensor:
@@ -45,7 +41,7 @@ def _activate(h_S2F: Tensor, activation: Activation) -> Tensor:
 
 def expert_mlp_ref(
     rows_RD: Tensor,
-    weights_S: Tensor,
+    weights_RK: Tensor,
     gate_up: Tensor,
     down: Tensor,
     plan: Plan,
@@ -56,13 +52,13 @@ def expert_mlp_ref(
     """The formula above, an expert at a time, for autograd to differentiate."""
     y_SD, start = [], 0
     for e, end in enumerate(plan.offsets_E.tolist()):
-        weights = weights_S[plan.order_S[start:end], None]
+        weights = weights_RK.flatten()[plan.order_S[start:end], None]
         h = rows_RD[plan.rows_S[start:end]] @ gate_up[e].T
         h = h if biases is None else h + biases[0][e]
         y = (_activate(h, activation) * weights).to(rows_RD.dtype) @ down[e].T
         y_SD.append(y if biases is None else y + (weights * up(biases[1][e])).to(y.dtype))
         start = end
-    return up(torch.cat(y_SD))[plan.positions_RK].sum(1).to(rows_RD.dtype)
+    return sum_rows(torch.cat(y_SD), plan.positions_RK, plan.valid_RK)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -72,7 +68,7 @@ def expert_mlp_ref(
 
 def _grouped(x_SI: Tensor, w_EIO: Tensor, offsets_E: Tensor) -> Tensor:
     """x · w of each group: (S, I), (E, I, O) → (S, O)."""
-    if x_SI.is_cuda and x_SI.dtype == torch.bfloat16:
+    if x_SI.is_cuda and x_SI.dtype == torch.bfloat16 and len(x_SI):
         return F.grouped_mm(x_SI, w_EIO, offs=offsets_E)
     y_SO = x_SI.new_empty(len(x_SI), w_EIO.shape[2])
     start = 0
@@ -84,7 +80,7 @@ def _grouped(x_SI: Tensor, w_EIO: Tensor, offsets_E: Tensor) -> Tensor:
 
 def _grouped_wgrad(dy_SO: Tensor, x_SI: Tensor, offsets_E: Tensor) -> Tensor:
     """dyᵀ · x of each group: (S, O), (S, I) → (E, O, I), zero for an empty group."""
-    if x_SI.is_cuda and x_SI.dtype == torch.bfloat16:
+    if x_SI.is_cuda and x_SI.dtype == torch.bfloat16 and len(x_SI):
         return F.grouped_mm(dy_SO.T, x_SI, offs=offsets_E)
     dw = x_SI.new_empty(len(offsets_E), dy_SO.shape[1], x_SI.shape[1])
     start = 0
@@ -125,8 +121,8 @@ def accumulate(weight: Tensor, gradient: Tensor) -> None:
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD, weights_S, gate_up, down, b_gate_up, b_down, plan, act, defer):
-        weights_S1 = weights_S[plan.order_S, None]
+    def forward(ctx, rows_RD, weights_RK, gate_up, down, b_gate_up, b_down, plan, act, defer):
+        weights_S1 = weights_RK.flatten()[plan.order_S, None]
         h_S2F = _grouped(rows_RD[plan.rows_S], gate_up.transpose(1, 2), plan.offsets_E)
         if b_gate_up is not None:
             h_S2F += b_gate_up[plan.experts_S]
@@ -137,7 +133,7 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.save_for_backward(rows_RD, weights_S1, h_S2F)
         ctx.weights = (gate_up, down, b_gate_up, b_down)
         ctx.plan, ctx.act, ctx.defer = plan, act, defer
-        return up(y_SD[plan.positions_RK]).sum(1).to(rows_RD.dtype)
+        return sum_rows(y_SD, plan.positions_RK, plan.valid_RK)
 
     @staticmethod
     def backward(ctx, dout_RD):
@@ -151,8 +147,10 @@ class _ExpertMLP(torch.autograd.Function):
             dweights_S1 += (up(dy_SD) * up(b_down[plan.experts_S])).sum(-1, keepdim=True)
         dh_S2F = _activate_backward(h_S2F, da_SF * weights_S1, act).to(h_S2F.dtype)
         dx_SD = _grouped(dh_S2F, gate_up, offsets_E)
-        drows_RD = up(dx_SD[plan.positions_RK]).sum(1).to(rows_RD.dtype)
-        dweights_S = dweights_S1[plan.positions_RK.flatten(), 0].to(weights_S1.dtype)
+        drows_RD = sum_rows(dx_SD, plan.positions_RK, plan.valid_RK)
+        dweights_RK = dweights_S1.new_zeros(plan.positions_RK.numel())
+        dweights_RK[plan.order_S] = dweights_S1[:, 0]
+        dweights_RK = dweights_RK.view_as(plan.positions_RK)
         del da_SF, dx_SD, dy_SD  # a closure that waits must not keep them
 
         def weight_gradients():
@@ -166,33 +164,34 @@ class _ExpertMLP(torch.autograd.Function):
 
         if ctx.defer is None:
             grads = (*weight_gradients(), None, None)[:4]
-            return drows_RD, dweights_S, *grads, None, None, None
+            return drows_RD, dweights_RK, *grads, None, None, None
 
         def compute():
             for weight, gradient in zip(ctx.weights, weight_gradients(), strict=False):
                 accumulate(weight, gradient)
 
-        ctx.defer.append(compute)
-        return drows_RD, dweights_S, *[None] * 7
+        ctx.defer(compute)
+        return drows_RD, dweights_RK, *[None] * 7
 
 
 def expert_mlp(
     rows_RD: Tensor,
-    weights_S: Tensor,
+    weights_RK: Tensor,
     gate_up: Tensor,
     down: Tensor,
     plan: Plan,
     *,
     activation: Activation = "swiglu",
     biases: tuple[Tensor, Tensor] | None = None,
-    defer: list | None = None,
+    defer: Callable[[Callable[[], None]], None] | None = None,
 ) -> Tensor:
     """Each row through its experts, weighted and summed: (R, D), in the rows' dtype.
 
-    rows_RD (R, D); weights_S (R·K,) routing weights in the choices' row-major order, fp32 or
-    float64; gate_up (E, 2F, D), gate rows first; down (E, D, F); biases ((E, 2F), (E, D)).
-    With `defer`, the weights' gradients are not returned to autograd: a function that adds them
-    to `main_grad` or `.grad` is appended to that list. Raises ValueError if shapes disagree.
+    rows_RD (R, D); weights_RK (R, K) routing weights of the rows' choices, fp32 or float64 (those
+    that the plan has elsewhere are not read and get no gradient); gate_up (E, 2F, D), gate rows
+    first; down (E, D, F); biases ((E, 2F), (E, D)). With `defer`, the weights' gradients are not
+    returned to autograd: a function that adds them to `main_grad` or `.grad` is given to it, to
+    be called now or later. Raises ValueError if shapes disagree.
     """
     experts, width, hidden = gate_up.shape
     if down.shape != (experts, hidden, width // 2) or rows_RD.shape[1] != hidden:
@@ -200,10 +199,11 @@ def expert_mlp(
             f"expert_mlp: rows {tuple(rows_RD.shape)}, gate_up {tuple(gate_up.shape)} and down "
             f"{tuple(down.shape)} must be (R, D), (E, 2F, D) and (E, D, F)"
         )
-    if weights_S.shape != plan.order_S.shape or plan.offsets_E.shape != (experts,):
+    if weights_RK.shape != plan.positions_RK.shape or plan.offsets_E.shape != (experts,):
         raise ValueError(
-            f"expert_mlp: weights {tuple(weights_S.shape)} must be {tuple(plan.order_S.shape)} and "
-            f"the plan is for {len(plan.offsets_E)} experts, the weights for {experts}"
+            f"expert_mlp: weights {tuple(weights_RK.shape)} must be "
+            f"{tuple(plan.positions_RK.shape)} and the plan is for {len(plan.offsets_E)} experts, "
+            f"the weights for {experts}"
         )
     biases = biases or (None, None)
-    return _ExpertMLP.apply(rows_RD, weights_S, gate_up, down, *biases, plan, activation, defer)
+    return _ExpertMLP.apply(rows_RD, weights_RK, gate_up, down, *biases, plan, activation, defer)

@@ -48,7 +48,9 @@ def by_loops(q, k, v, scale, window=None, sink=None, cu_seqlens=None):
 
 def masked_scores(q, k, scale, window, cu_seqlens):
     """Scores (B, H, T, T) with -inf where a query does not look."""
-    visible = attention_module._visible(q.shape[0], q.shape[2], window, cu_seqlens, q.device)
+    B, _, T, _ = q.shape
+    at = torch.arange(T, device=q.device)
+    visible = attention_module._visible(at, at, B, T, window, cu_seqlens)
     visible = visible if visible.dim() == 2 else visible[:, 0]
     return (q @ repeat(k, q).mT * scale).masked_fill(~visible, -math.inf)
 
@@ -219,18 +221,37 @@ class Libraries:
 
     Backward uses only P = exp(scores - lse) and D = rowsum(dout * out), as the libraries do.
     Results are as laid out as theirs: lse (B, H, T, 1), or (H, B * T) for packed documents.
+    Queries and keys may differ in number; causal, the last query stands at the last key.
     """
 
     def __init__(self):
         self.calls = []
 
-    def forward(self, q, k, v, scale, window=None, cu=None):
-        scores = masked_scores(q, k, scale, window, cu)
-        return scores.softmax(-1) @ repeat(v, q), scores.logsumexp(-1)
+    def scores(self, q, k, scale, causal, window, cu_q, cu_k):
+        """Scores (B, H, Tq, Tk), -inf where a query does not look."""
+        places = []
+        for x, cu in ((q, cu_q), (k, cu_k)):
+            B, T = x.shape[0], x.shape[2]
+            cu = torch.arange(B + 1) * T if cu is None else cu.long()
+            token = torch.arange(B * T)
+            document = torch.searchsorted(cu, token, right=True)
+            places.append((document.view(B, T), (cu[document] - token).view(B, T)))
+        (document_q, left_q), (document_k, left_k) = places
+        visible = document_q[:, :, None] == document_k[:, None, :]
+        age = left_k[:, None, :] - left_q[:, :, None]
+        visible &= (age >= 0) | (not causal)
+        visible &= age < (window or math.inf)
+        return (q @ repeat(k, q).mT * scale).masked_fill(~visible[:, None], -math.inf)
 
-    def backward(self, dout, q, k, v, out, lse, scale, window=None, cu=None):
-        probs = (masked_scores(q, k, scale, window, cu) - lse.unsqueeze(-1)).exp()
-        dscores = probs * (dout @ repeat(v, q).mT - (dout * out).sum(-1, keepdim=True)) * scale
+    def forward(self, q, k, v, *how):
+        scores = self.scores(q, k, *how)
+        lse = scores.logsumexp(-1)
+        lse = lse.masked_fill(lse == -math.inf, math.inf)  # of nothing, as flash attention has it
+        return (scores - lse.unsqueeze(-1)).exp() @ repeat(v, q), lse
+
+    def backward(self, dout, q, k, v, out, lse, *how):
+        probs = (self.scores(q, k, *how) - lse.unsqueeze(-1)).exp()
+        dscores = probs * (dout @ repeat(v, q).mT - (dout * out).sum(-1, keepdim=True)) * how[0]
         per_head = (dscores.mT @ q, probs.mT @ dout)
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in per_head)
         return dscores @ repeat(k, q), dk, dv
@@ -238,62 +259,78 @@ class Libraries:
     # The operators, with torch's positional arguments.
 
     def cudnn(self, q, k, v, bias, with_lse, dropout, causal, debug, *, scale):
-        assert bias is None and with_lse and dropout == 0 and causal and not debug
+        assert bias is None and with_lse and dropout == 0 and not debug
+        assert not causal or q.shape[2] == k.shape[2]  # cuDNN aligns to the first key
         self.calls.append("cudnn")
-        out, lse = self.forward(q, k, v, scale)
+        out, lse = self.forward(q, k, v, scale, causal, None, None, None)
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         return out, lse.unsqueeze(-1), None, None, 0, 0, torch.zeros(()), torch.zeros(()), None
 
     def cudnn_backward(self, dout, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q,
                        max_k, dropout, causal, *, scale):  # fmt: skip
         assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
-        assert max_q == max_k == q.shape[2] and dropout == 0 and causal
+        assert max_q == q.shape[2] and max_k == k.shape[2] and dropout == 0
         assert dout.stride(-1) == 1 and 0 not in dout.stride()
-        return self.backward(dout, q, k, v, out, lse.squeeze(-1), scale)
+        lse = lse.squeeze(-1)
+        return self.backward(dout, q, k, v, out, lse, scale, causal, None, None, None)
 
     @staticmethod
-    def unpack(x, max_q, cu):
-        """(B, T, H, D) or (B * T, H, D) -> (B, H, T, D); max_q is T."""
-        return (x if cu is None else x.unflatten(0, (-1, max_q))).transpose(1, 2)
+    def unpack(x, T, cu):
+        """(B, T, H, D) or (B * T, H, D) -> (B, H, T, D)."""
+        return (x if cu is None else x.unflatten(0, (-1, T))).transpose(1, 2)
 
     @staticmethod
     def pack(x, cu):
         x = x.transpose(1, 2).contiguous()
         return x if cu is None else x.flatten(0, 1)
 
+    def flash_options(self, widths, cu_q, cu_k, max_q, max_k, dropout, causal, left, right):
+        """The checks of both passes; the arguments of `scores` after the scale."""
+        assert len(set(widths)) == 1 and dropout == 0 and right == (0 if causal else -1)
+        if cu_q is not None:
+            assert cu_q.dtype == cu_k.dtype == torch.int32 and len(cu_q) == len(cu_k)
+            for cu, most in ((cu_q, max_q), (cu_k, max_k)):
+                assert cu.is_contiguous() and 0 <= cu.diff().min() and cu.diff().max() <= most
+        return causal, None if left < 0 else left + 1, cu_q, cu_k
+
     def flash(self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale,
               window_size_left, window_size_right):  # fmt: skip
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and causal and cu_q is cu_k
-        assert window_size_right == 0
+        sides = window_size_left, window_size_right
+        widths = [x.shape[-1] for x in (q, k, v)]
+        how = self.flash_options(widths, cu_q, cu_k, max_q, max_k, dropout, causal, *sides)
         self.calls.append("flash")
-        window = None if window_size_left < 0 else window_size_left + 1
-        q, k, v = (self.unpack(x, max_q, cu_q) for x in (q, k, v))
-        out, lse = self.forward(q, k, v, scale, window, cu_q)
+        q, k, v = self.unpack(q, max_q, cu_q), *(self.unpack(x, max_k, cu_k) for x in (k, v))
+        out, lse = self.forward(q, k, v, scale, *how)
         if cu_q is not None:
             lse = lse.transpose(0, 1).flatten(1).contiguous()
         return self.pack(out, cu_q), lse, torch.zeros(2), torch.zeros(()), None
 
     def flash_backward(self, dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal,
                        seed, offset, *, scale, window_size_left, window_size_right):  # fmt: skip
-        assert lse.is_contiguous() and causal and cu_q is cu_k and window_size_right == 0
-        window = None if window_size_left < 0 else window_size_left + 1
-        tensors = [self.unpack(x, max_q, cu_q) for x in (dout, q, k, v, out)]
+        assert lse.is_contiguous()
+        sides = window_size_left, window_size_right
+        widths = [x.shape[-1] for x in (dout, q, k, v, out)]
+        how = self.flash_options(widths, cu_q, cu_k, max_q, max_k, dropout, causal, *sides)
+        dout, q, out = (self.unpack(x, max_q, cu_q) for x in (dout, q, out))
+        k, v = (self.unpack(x, max_k, cu_k) for x in (k, v))
         if cu_q is not None:
             lse = lse.unflatten(1, (-1, max_q)).transpose(0, 1)
-        grads = self.backward(*tensors, lse, scale, window, cu_q)
+        grads = self.backward(dout, q, k, v, out, lse, scale, *how)
         return tuple(self.pack(x, cu_q) for x in grads)
+
+    def replace(self, patch):
+        """Put the stand-ins in torch's place; `patch` is a pytest.MonkeyPatch."""
+        ops = torch.ops.aten
+        patch.setattr(ops, "_scaled_dot_product_cudnn_attention", self.cudnn)
+        patch.setattr(ops, "_scaled_dot_product_cudnn_attention_backward", self.cudnn_backward)
+        patch.setattr(ops, "_flash_attention_forward", self.flash)
+        patch.setattr(ops, "_flash_attention_backward", self.flash_backward)
 
 
 @pytest.fixture
 def libraries(monkeypatch):
     stand_ins = Libraries()
-    for name, function in {
-        "_scaled_dot_product_cudnn_attention": stand_ins.cudnn,
-        "_scaled_dot_product_cudnn_attention_backward": stand_ins.cudnn_backward,
-        "_flash_attention_forward": stand_ins.flash,
-        "_flash_attention_backward": stand_ins.flash_backward,
-    }.items():
-        monkeypatch.setattr(torch.ops.aten, name, function)
+    stand_ins.replace(monkeypatch)
     return stand_ins
 
 
@@ -307,9 +344,10 @@ def outputs_and_grads(function, q, k, v, options):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "one token"])
-def test_library_path_over_stand_ins(libraries, case):
+def test_library_path_over_stand_ins(libraries, monkeypatch, case):
+    monkeypatch.setattr(attention_module, "_can_fuse", lambda q, k, v: True)
     q, k, v, options = build(case)
-    got = outputs_and_grads(_fused, q, k, v, options)
+    got = outputs_and_grads(attention, q, k, v, options)
     expected = outputs_and_grads(attention_ref, q, k, v, options)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     plain = case in ("plain", "gqa", "mla", "window beyond T")
@@ -334,12 +372,15 @@ def test_libraries_get_aligned_tensors(libraries):
 
 
 @pytest.mark.parametrize("window, documents, width_v", [(None, 0, 64), (16, 0, 64), (None, 1, 32)])
-def test_library_path_compiles_whole_against_the_real_operators(window, documents, width_v):
+def test_library_path_compiles_whole_against_the_real_operators(
+    monkeypatch, window, documents, width_v
+):
     """No graph break, and every call fits the installed torch's schema and shapes (meta device)."""
     torch._dynamo.reset()
+    monkeypatch.setattr(attention_module, "_can_fuse", lambda q, k, v: True)
     q, k, v, sink = make(2, 8, 2, 40, 64, width_v, dtype=torch.bfloat16, device="meta")
     cu = torch.empty(5, dtype=torch.int32, device="meta") if documents else None
-    compiled = torch.compile(_fused, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     out, lse = compiled(q, k, v, scale=0.1, window=window, sink=sink, cu_seqlens=cu)
     assert out.shape == (2, 8, 40, width_v) and out.dtype == torch.bfloat16
     assert lse.shape == (2, 8, 40) and lse.dtype == torch.float32 and not lse.requires_grad
@@ -392,7 +433,7 @@ def assert_no_worse_than_eager(function, q, k, v, options):
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_gpu(case):
     q, k, v, options = build(case)
-    assert attention_module._can_fuse(q, v)
+    assert attention_module._can_fuse(q, k, v)
     assert_no_worse_than_eager(attention, q, k, v, options)
 
 

@@ -1,13 +1,18 @@
-"""common/checkpoint.py: resharding, what survives kills and full disks, what is kept."""
+"""common/checkpoint.py and rundir.py: resharding, saving in the background, kills, full disks."""
 
 import errno
+import fcntl
+import hashlib
 import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
+import threading
 import time
+import weakref
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,24 +20,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import checkpoint, hf
+from common import checkpoint, hf, rundir
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "common.checkpoint"])
+FORKS.set_forkserver_preload(["torch", "pytest", "common.checkpoint"])
 
 
-def save(out, step, **changes):
-    """A small checkpoint whose every number is its step."""
-    value = torch.full((40, 3), float(step))
-    arguments = {
+def content(step, device="cpu"):
+    """A small checkpoint whose every number is its step; views and slices share memory."""
+    value = torch.full((40, 3), float(step), device=device)
+    return {
         "views": {"a": value, "b": value[:5], "c": value.t()},
         "hf_config": {"model_type": "x"},
         "dtype": torch.float32,
         "slices": [("a", kind, 0, value.flatten()) for kind in ("master", "exp_avg")],
-        "buffers": {"load": torch.full((4,), float(step))},
+        "buffers": {"load": torch.full((4,), float(step), device=device)},
         "state": {"data": [step, 0]},
     }
-    return checkpoint.save(out, step, **arguments | changes)
+
+
+def save(out, step, **changes):
+    """Write `content(step)`, and wait until it is there."""
+    return checkpoint.save(out, step, **content(step) | changes)
 
 
 def check_loadable(path):
@@ -136,18 +145,39 @@ def test_state_errors(tmp_path):
         checkpoint.load_state(checkpoint.latest(tmp_path))  # found, not silently passed over
 
 
-@pytest.mark.parametrize(
-    "lost",
-    ["config.json", hf.INDEX, "model-00001-of-00001.safetensors", "trainer/state.json",
-     "trainer/optim-00000-of-00001.safetensors", "trainer/buffers.safetensors"],
-)  # fmt: skip
-def test_latest_passes_over_the_incomplete(tmp_path, lost):
+FILES = [
+    "config.json", hf.INDEX, "model-00001-of-00001.safetensors", "trainer/state.json",
+    "trainer/optim-00000-of-00001.safetensors", "trainer/buffers.safetensors",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("harm", ["lost", "short", "empty"])
+def test_latest_passes_over_the_incomplete(tmp_path, file, harm):
     for step in (1, 2):
         save(tmp_path, step)
-    (tmp_path / "step-00000002" / lost).unlink()
+    victim = tmp_path / "step-00000002" / file
+    whole = victim.read_bytes()
+    victim.unlink()
+    if harm != "lost":  # cut in the data of a tensor, or in the middle of a JSON file
+        victim.write_bytes(whole[:-3] if harm == "short" else b"")
     (tmp_path / ".tmp-step-00000003").mkdir()
     (tmp_path / "step-notes").mkdir()
     assert check_loadable(checkpoint.latest(tmp_path)) == 1
+    ((path, why),) = checkpoint.incomplete(tmp_path).items()
+    assert path.name == "step-00000002" and victim.name in why and "\n" not in why
+    save(tmp_path, 2)
+    assert (
+        checkpoint.incomplete(tmp_path) == {} and check_loadable(checkpoint.latest(tmp_path)) == 2
+    )
+
+
+def test_nothing_complete(tmp_path):
+    for step in (1, 2):
+        (save(tmp_path, step) / "trainer" / "state.json").write_text("[]")
+    assert checkpoint.latest(tmp_path) is None
+    assert [p.name[-1] for p in checkpoint.incomplete(tmp_path)] == ["2", "1"]
+    assert checkpoint.incomplete(tmp_path / "nowhere") == {}
 
 
 def test_keep_last_deletes_older_complete_ones_only(tmp_path):
@@ -164,6 +194,22 @@ def test_keep_last_deletes_older_complete_ones_only(tmp_path):
     assert [p.name for p in sorted(tmp_path.iterdir())] == [
         "step-00000002", "step-00000007", "step-00000090",
     ]  # fmt: skip
+
+
+def test_a_replaced_step_that_cannot_be_deleted_does_not_count_twice(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, step)
+    rename = os.rename
+
+    def stuck(source, target):
+        if Path(source).name.startswith(".old-"):
+            raise OSError(errno.EBUSY, "busy")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", stuck)
+    save(tmp_path, 2, keep_last=2)
+    names = [".old-step-00000002", "step-00000001", "step-00000002"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
 def test_the_same_step_is_replaced_and_leftovers_go(tmp_path):
@@ -220,9 +266,10 @@ def test_killed_at_every_file_operation(tmp_path, monkeypatch, new):
             save(out, step)
         with monkeypatch.context() as patch:
             calls = failures(patch, at, Killed())
+            patch.setattr(threading, "excepthook", lambda args: None)
             try:
                 save(out, new, keep_last=1)
-            except Killed:
+            except (Killed, checkpoint.CheckpointError):  # in this thread, in the one that writes
                 pass
         assert check_loadable(checkpoint.latest(out)) in (5, new), at
         save(out, 5, keep_last=1)  # and the next save copes with what was left
@@ -258,44 +305,252 @@ def test_an_oserror_at_every_file_operation(tmp_path, monkeypatch, new):
 
 def test_a_disk_limit_reached_in_the_middle_of_a_file(tmp_path):
     save(tmp_path, 1)
+    saver = checkpoint.Saver(tmp_path, keep_last=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, hard))
-        with pytest.raises(checkpoint.CheckpointError, match="step 2 was not saved"):
-            save(tmp_path, 2, keep_last=1, views={"a": torch.zeros(1 << 18)})
+        saver.save(2, **content(2) | {"views": {"a": torch.zeros(1 << 18)}})
+        assert not saver.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (line,) = saver.poll()
+    assert re.fullmatch(
+        r"could not save step 2: File too large: \S+/model-00001-of-00001.safetensors; "
+        "the run goes on, step-00000001 is intact",
+        line,
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     assert check_loadable(checkpoint.latest(tmp_path)) == 1
 
 
 def test_no_directory_can_be_made(tmp_path):
     (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
     with pytest.raises(checkpoint.CheckpointError, match="was not saved in .*file"):
-        save(tmp_path / "file" / "out", 1)
+        save(out, 1)
+    saver = checkpoint.Saver(out, keep_last=3)
+    saver.save(1, **content(1))
+    (line,) = saver.poll()
+    assert line.endswith("the run goes on, there is no earlier checkpoint"), line
 
 
-def save_for_ever(out, first, advanced):
+def train_for_ever(out, first, begun):
+    """Steps that are saved, and their tensors overwritten by the next step at once."""
     torch.set_num_threads(1)
+    saver, live = checkpoint.Saver(out, keep_last=2), content(0)
     for i in range(10**6):
-        save(out, first + i // 2, keep_last=2)  # each step twice: replacing is killed too
-        if i == 2:
-            advanced.set()
+        step = first + i // 2  # each step twice: replacing is killed too
+        live["views"]["a"].fill_(step)
+        live["buffers"]["load"].fill_(step)
+        saver.save(step, **live | {"state": {"data": [step, 0]}})
+        if saver.poll() and i >= 3:
+            begun.set()
 
 
-def test_sigkill_while_saving(tmp_path):
+def test_sigkill_at_random_points_of_20_saves(tmp_path):
     rng, step = random.Random(0), 1
-    for _ in range(8):
-        advanced = FORKS.Event()
-        process = FORKS.Process(target=save_for_ever, args=(tmp_path, step, advanced))
+    for _ in range(20):
+        begun = FORKS.Event()
+        process = FORKS.Process(target=train_for_ever, args=(tmp_path, step, begun), daemon=True)
         process.start()
-        assert advanced.wait(60)
-        time.sleep(rng.uniform(0.0, 0.1))
+        assert begun.wait(60)
+        time.sleep(rng.uniform(0.0, 0.04))
         process.kill()
         process.join()
         newest = check_loadable(checkpoint.latest(tmp_path))
         assert newest > step
         step = newest
+
+
+# ---------------------------------------------------------------- in the background
+
+
+class Gate:
+    """A disk that takes nothing until it is opened, in place of hf.write_tensors."""
+
+    def __init__(self, monkeypatch):
+        self.open, self.reached = threading.Event(), threading.Event()
+        self.written, self.dtypes, write = [], set(), hf.write_tensors
+
+        def wait(path, tensors, *args):
+            self.reached.set()
+            assert self.open.wait(60)
+            self.written += map(weakref.ref, tensors.values())
+            if path.name.startswith("model-"):
+                self.dtypes |= {tensor.dtype for tensor in tensors.values()}
+            write(path, tensors, *args)
+
+        monkeypatch.setattr(hf, "write_tensors", wait)
+
+
+def digests(path):
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    return {
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_overwritten_after_save_returns_is_not_seen(tmp_path, monkeypatch, device, dtype):
+    noise = torch.randn(40, 3, device=device)
+    live = content(1, device) | {"dtype": dtype}
+    live["views"]["a"].copy_(noise)
+    live["buffers"]["count"] = torch.arange(3, device=device)
+    expected = save(tmp_path / "sync", 1, **live)
+    gate = Gate(monkeypatch)
+    saver = checkpoint.Saver(tmp_path / "async", keep_last=None)
+    saver.save(1, **live)
+    assert gate.reached.wait(60) and saver.poll() == []
+    for tensor in [live["views"]["a"], *live["buffers"].values()]:
+        tensor.fill_(99)
+    live["state"]["data"][0] = live["hf_config"]["model_type"] = 99
+    live["slices"].clear()
+    live["views"].clear()
+    assert checkpoint.latest(tmp_path / "async") is None
+    gate.open.set()
+    assert saver.wait() and gate.dtypes == {dtype}  # bf16 takes half the host memory
+    (line,) = saver.poll()
+    assert re.fullmatch(r"saved step 1 in \S+/async \(\d+\.\d s\)", line) and saver.poll() == []
+    assert digests(tmp_path / "async" / "step-00000001") == digests(expected)
+    assert torch.equal(hf.Reader(expected).read("a"), noise.to("cpu", dtype))
+
+
+def test_the_copies_are_freed(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+    gate.open.set()
+    saver = checkpoint.Saver(tmp_path, keep_last=None)
+    saver.save(1, **content(1))
+    assert saver.wait() and len(gate.written) == 6 and saver.poll()
+    assert all(copy() is None for copy in gate.written)
+    monkeypatch.setattr(os, "rename", full_disk)
+    saver.save(2, **content(2))
+    assert not saver.wait() and all(copy() is None for copy in gate.written)
+
+
+def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
+    gate, saver = Gate(monkeypatch), checkpoint.Saver(tmp_path, keep_last=None)
+    saver.save(1, **content(1))
+    second = threading.Thread(target=lambda: saver.save(2, **content(2)))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive() and not (tmp_path / ".tmp-step-00000002").exists()
+    gate.open.set()
+    second.join(60)
+    assert saver.wait()
+    assert [line.split(" in ")[0] for line in saver.poll()] == ["saved step 1", "saved step 2"]
+    assert check_loadable(checkpoint.latest(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), RuntimeError("a\nb")])
+def test_a_failed_save_is_a_line_and_deletes_nothing(tmp_path, monkeypatch, error):
+    saver = checkpoint.Saver(tmp_path, keep_last=1)
+    saver.save(1, **content(1))
+    saver.wait()
+    saver.poll()
+    for step in (2, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(hf, "write_tensors", lambda *args: (_ for _ in ()).throw(error))
+            saver.save(step, **content(step))
+            assert not saver.wait()
+        (line,) = saver.poll()
+        said = "No space left" if isinstance(error, OSError) else "RuntimeError: a b"
+        said += "; the run goes on, step-00000001 is intact"
+        assert line == f"could not save step {step}: {said}"
+        assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    saver.save(4, **content(4))
+    assert saver.wait() and saver.error is None
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_what_was_not_written_is_no_checkpoint(tmp_path, monkeypatch):
+    saver = checkpoint.Saver(tmp_path, keep_last=1)
+    saver.save(1, **content(1))
+    saver.wait()
+    monkeypatch.setattr(checkpoint, "write_slices", lambda *args: None)
+    saver.save(2, **content(2))
+    assert not saver.wait() and "would not be complete: " in saver.poll()[1]
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(rundir, "commit", lambda *args: (_ for _ in ()).throw(Killed()))
+    saver.save(3, **content(3))
+    assert not saver.wait() and "step 3 died" in saver.error
+    assert check_loadable(checkpoint.latest(tmp_path)) == 1
+
+
+def test_files_are_copied(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "tokenizer.json").write_bytes(b"{}\n")
+    (data / "merges.txt").write_bytes(b"a b\n")
+    path = save(tmp_path / "out", 1, files=hf.tokenizer_files(data))
+    assert (path / "tokenizer.json").read_bytes() == b"{}\n"
+    assert (path / "merges.txt").read_bytes() == b"a b\n"
+    with pytest.raises(checkpoint.CheckpointError, match="No such file.*data/vocab.json"):
+        save(tmp_path / "out", 2, files=[data / "vocab.json"])
+
+
+def save_and_end(out, fail):
+    torch.set_num_threads(1)
+    checkpoint.Saver(out, keep_last=None).save(1, **content(1))
+    if fail:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the traceback
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_a_process_that_ends_finishes_its_save(tmp_path, fail):
+    process = FORKS.Process(target=save_and_end, args=(tmp_path, fail))
+    process.start()
+    process.join(60)
+    assert process.exitcode == int(fail)
+    assert check_loadable(checkpoint.latest(tmp_path)) == 1
+
+
+# ---------------------------------------------------------------- one run at a time
+
+
+def hold(out, ready):
+    handle = rundir.lock(out)
+    ready.set()
+    time.sleep(600)
+    handle.close()
+
+
+def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
+    ready, out = FORKS.Event(), tmp_path / "deep" / "out"
+    process = FORKS.Process(target=hold, args=(out, ready), daemon=True)
+    process.start()
+    assert ready.wait(60)
+    with pytest.raises(ValueError) as e:
+        rundir.lock(out)
+    assert re.fullmatch(
+        rf"\S+/out is in use by process {process.pid} on \S+ since [-0-9]+ [:0-9]+: "
+        "use another --out or stop that run",
+        str(e.value),
+    )
+    process.kill()
+    process.join()
+    handle = rundir.lock(out)  # the file is still there and names the dead one
+    assert f"process {os.getpid()} on" in (out / ".lock").read_text()
+    assert "\n" not in (out / ".lock").read_text().strip()
+    with pytest.raises(ValueError, match=f"in use by process {os.getpid()}"):
+        rundir.lock(out)
+    handle.close()
+    rundir.lock(out).close()
+    save(out, 1)
+    assert sorted(p.name for p in out.iterdir()) == [".lock", "step-00000001"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch, number):
+    def flock(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    rundir.lock(tmp_path).close()
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        rundir.lock(tmp_path)
 
 
 # ---------------------------------------------------------------- many ranks
@@ -318,12 +573,34 @@ def save_on_rank(rank, world, store, out, broken):
         "world": world,
     }
     save(out, 1, **arguments)
-    if rank == 1:  # its next write fails, and both ranks must say so
-        hf.write_tensors = broken
+    saver = checkpoint.Saver(
+        out, keep_last=1, rank=rank, world=world, timeout_s=0.5 if broken == "mark" else 60
+    )
+    victim = (hf, "write_tensors") if broken == "write" else (checkpoint, "_mark")
+    works = getattr(*victim)
+    if rank == 1:  # its next write fails, or it cannot say that it is done
+        setattr(*victim, full_disk)
+    arguments = content(2) | {k: v for k, v in arguments.items() if k not in ("rank", "world")}
+    saver.save(2, **arguments)
+    value.fill_(99)  # what was saved is older than this
+    saver.wait()
+    said = [saver.poll()]
+    dist.barrier()
+    said.append([path.name for path in sorted(Path(out).iterdir())])
+    dist.barrier()
+    value.copy_(torch.arange(120.0).view(40, 3))
+    setattr(*victim, works)
+    saver.save(3, **arguments)
+    saver.wait()
+    said.append(saver.poll())
     try:
-        save(out, 2, **arguments)
+        if rank == 1:
+            setattr(*victim, full_disk)
+        if broken == "write":
+            save(out, 4, **arguments, rank=rank, world=world)
     except checkpoint.CheckpointError as e:
-        (Path(out) / f"error-{rank}").write_text(str(e))
+        said.append(str(e))
+    (Path(store).parent / f"said-{rank}").write_text(json.dumps(said))
     dist.destroy_process_group()
 
 
@@ -332,21 +609,43 @@ def full_disk(*args):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_two_ranks_write_one_checkpoint_and_fail_together(tmp_path):
+def on_two_ranks(tmp_path, broken):
+    """What each rank of `save_on_rank` said, and the run's directory."""
     out, store = tmp_path / "out", tmp_path / "store"
     ranks = [
-        FORKS.Process(target=save_on_rank, args=(rank, 2, store, out, full_disk))
-        for rank in range(2)
+        FORKS.Process(target=save_on_rank, args=(rank, 2, store, out, broken)) for rank in range(2)
     ]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(100)
         assert process.exitcode == 0
+    return *(json.loads((tmp_path / f"said-{rank}").read_text()) for rank in range(2)), out
+
+
+def test_a_rank_that_cannot_say_it_is_done(tmp_path):
+    rank0, rank1, out = on_two_ranks(tmp_path, "mark")
+    assert rank0[0] == [
+        "could not save step 2: not done after 0.5 s (rank 1); the run goes on, "
+        "step-00000001 is intact"
+    ]
+    assert rank1[0] == ["rank 1, step 2: its part is written; No space left on device"]
+    assert rank0[2][0].startswith("saved step 3") and rank1[2] == []
+    assert checkpoint.latest(out).name == "step-00000003"
+
+
+def test_two_ranks_write_one_checkpoint_and_fail_together(tmp_path):
+    rank0, rank1, out = on_two_ranks(tmp_path, "write")
+    assert rank0[0] == [
+        "could not save step 2: No space left on device (rank 1); the run goes on, "
+        "step-00000001 is intact"
+    ]
+    assert rank0[1] == rank1[1] == ["step-00000001"] and rank1[0] == rank1[2] == []
+    for said in (rank0, rank1):
+        assert "step 4 was not saved" in said[3] and "on device (rank 1)" in said[3]
     path = checkpoint.latest(out)
-    assert path.name == "step-00000001" and not list(out.glob(".tmp-*"))
-    for rank in range(2):
-        assert "No space left on device (rank 1)" in (out / f"error-{rank}").read_text()
+    assert path.name == "step-00000003" and [p.name for p in out.iterdir()] == [path.name]
+    assert not list(path.glob("trainer/rank-*"))
     value = torch.arange(120.0).view(40, 3)
     reader = hf.Reader(path)
     assert reader.names == {"a", "b", "experts.0", "experts.1"}

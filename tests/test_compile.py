@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 import train_qwen3_moe as script
 from common.dualpipev import run
-from tests.test_qwen3_moe import ODD, data, ours, run_config
+from tests.test_qwen3_moe import ODD, a_trainer, data, ours, run_config
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_layers_share_two_graphs_and_equal_eager(aot_eager, recompute):
 def test_compiled_training_step_of_a_bf16_model_under_the_optimizer(aot_eager):
     """bf16 parameters with fp32 gradients beside them: compile refuses them in `.grad`."""
     chunks = ours(ODD, run_config(dtype="bf16", compile=True))
-    optimizer = script.build_optimizer(chunks, run_config(dtype="bf16"))
+    optimizer = a_trainer(run_config(dtype="bf16"), chunks).optimizer
     run(chunks, [data(1), data(2)], torch.ones(()))
     for name, p in script.named_parameters(chunks):
         assert p.grad is None and p.main_grad.dtype == torch.float32, name

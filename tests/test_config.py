@@ -127,7 +127,7 @@ def test_config_does_not_import_torch():
         (dict(lr=0.0), 1, ["--lr 0.0", "above 0"]),
         (dict(lr=float("nan")), 1, ["--lr nan", "finite"]),
         (dict(eps=0.0), 1, ["--eps 0.0", "above 0"]),
-        (dict(warmup=21), 1, ["--warmup 21", "--steps 20"]),
+        (dict(profile="21:22"), 1, ["--profile 21:22", "--steps 20"]),
         (dict(warmup=5, decay=16), 1, ["--decay 16", "leave 15"]),
         (dict(decay=0), 1, ["--decay 0", "at least 1"]),
         (dict(schedule="constant", decay=4), 1, ["--decay 4", "wsd, cosine or linear"]),
@@ -164,7 +164,7 @@ def test_refused(change, world, says):
         (dict(pp=1, global_batch=1), 1),
         (dict(cp=4, seq_len=24), 4),
         (dict(ep=8), 8),
-        (dict(warmup=20), 1),
+        (dict(warmup=21), 1),  # a short trial of a longer run ends in its warm-up
         (dict(warmup=5, decay=15), 1),
         (dict(clip=0.0, weight_decay=0.0, eval_batches=0, profile="1:2"), 1),
         (dict(beta1=0.0, min_lr_ratio=0.0), 1),
@@ -198,6 +198,7 @@ def test_lr_default_lengths():
     for schedule in ("wsd", "cosine", "linear"):
         assert lr_at(Run(lr=1.0, steps=3, warmup=3, schedule=schedule), 3) == 1  # nothing left
         assert lr_at(Run(lr=1.0, steps=1, min_lr_ratio=0.5, schedule=schedule), 1) == 0.5
+        assert lr_at(Run(lr=1.0, steps=3, warmup=6, schedule=schedule), 3) == 0.5
 
 
 def test_to_json_is_json_and_complete():

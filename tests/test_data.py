@@ -1,37 +1,16 @@
-"""Token files, sampling order, mixtures, held-out split and the errors a user can meet."""
+"""Sampling order, mixtures, held-out split, batches, documents, and preparing ahead."""
 
-import ast
 import json
-import re
+import threading
 import timeit
 
 import numpy as np
 import pytest
 import torch
 
-from common import data
-from common.data import Loader, batch_map, decoder, encoder, permute, write_tokens
-
-META = {"vocab_size": 1000, "tokenizer": None, "eos_id": 0}
-
-
-def corpus(path, tokens=1001, **meta):
-    """A source whose tokens count 0, 1, 2, ... modulo its vocabulary; returns its spec."""
-    meta = META | meta
-    write_tokens(path, np.arange(tokens) % meta["vocab_size"], meta)
-    return str(path)
-
-
-def edit_meta(path, **changes):
-    file = path / "meta.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def refuses(pattern, *specs, seq_len=10, vocab_size=1000):
-    """Loader(specs) raises a one-line ValueError that matches."""
-    with pytest.raises(ValueError, match=pattern) as caught:
-        Loader(specs, seq_len, vocab_size, 0)
-    assert "\n" not in str(caught.value)
+from common.data import IGNORE, Loader, Prefetch, batch_map, isolate, permute
+from common.tokens import write_tokens
+from tests.test_tokens import META, corpus
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 100, 1000, 1023])
@@ -136,6 +115,31 @@ def test_mixture_shares_stay_within_one_sample(tmp_path, weights):
     for taken in range(1, 700):
         loader.take(1)
         assert np.abs(loader.consumed - shares * taken).max() < 1 + 1e-9
+
+
+def test_a_mixture_of_many_files_keeps_its_shares_over_epochs(tmp_path):
+    shards = {"a": 40, "b": 16, "c": 8}
+    shares = {"a": 0.6, "b": 0.3, "c": 0.1}
+    rng, specs = np.random.default_rng(0), []
+    for first, name in enumerate(shards):  # the tokens of source k are those in [300k, 300k + 300)
+        parts = [rng.integers(300, size=rng.integers(1, 90)) for _ in range(shards[name])]
+        write_tokens(tmp_path / name, [300 * first + part for part in parts], META)
+        specs.append(f"{tmp_path / name}:{shares[name]}")
+    assert len(list(tmp_path.glob("*/*.bin"))) == 64
+    loader = Loader(specs, 10, 1000, seed=3)
+    taken = [[] for _ in specs]
+    for step in range(1, 101):
+        samples = loader.take(16)
+        tokens, _ = loader.read(samples)
+        for (s, i), row in zip(samples, tokens, strict=True):
+            taken[s].append(i)
+            assert (row // 300 == s).all()
+        drawn = np.array([len(part) for part in taken])
+        assert np.abs(drawn - 16 * step * np.array([*shares.values()])).max() < 1 + 1e-9
+    for part, n in zip(taken, loader.n_train, strict=True):
+        assert len(part) > 3 * n, "some epochs"
+        for epoch in range(len(part) // n):
+            assert sorted(part[epoch * n : (epoch + 1) * n]) == list(range(n))
 
 
 def test_new_weights_hold_for_new_samples_only(tmp_path):
@@ -250,216 +254,152 @@ def test_targets_are_the_next_tokens(tmp_path):
     assert torch.equal(tokens, want) and torch.equal(targets, want + 1)
 
 
-def test_a_sample_may_span_shards(tmp_path):
-    ids = np.arange(101)
-    cuts = [13, 13, 14, 15, 60]  # an empty shard, and shards of one token
-    write_tokens(tmp_path / "a", iter(np.split(ids, cuts)), META)
-    assert len(list((tmp_path / "a").glob("*.bin"))) == 6
-    tokens, targets = Loader([str(tmp_path / "a")], 10, 1000, 0).read([(0, i) for i in range(10)])
-    assert torch.equal(tokens.flatten(), torch.arange(100))
-    assert torch.equal(targets.flatten(), torch.arange(1, 101))
-
-
-def test_mask_excludes_targets_only(tmp_path):
-    keep = np.ones(41, np.uint8)
-    keep[[5, 20, 21, 40]] = 0
-    parts = [slice(0, 18), slice(18, 41)]
-    write_tokens(
-        tmp_path / "a", [np.arange(41)[p] for p in parts], META, masks=[keep[p] for p in parts]
-    )
-    loader = Loader([str(tmp_path / "a")], 10, 1000, 0)
-    tokens, targets = loader.read([(0, i) for i in range(4)])
-    assert torch.equal(tokens.flatten(), torch.arange(40)), "inputs are unmasked"
-    want = torch.arange(1, 41)
-    want[[4, 19, 20, 39]] = -100
-    assert torch.equal(targets.flatten(), want)
-    (tmp_path / "a" / "00000.mask").unlink()  # a shard without a mask is all targets
-    _, targets = Loader([str(tmp_path / "a")], 10, 1000, 0).read([(0, 0)])
-    assert targets[0, 4] == 5
-
-
-def test_mask_of_another_length_is_refused(tmp_path):
-    spec = corpus(tmp_path / "a")
-    (tmp_path / "a" / "00000.mask").write_bytes(b"\1" * 1000)
-    refuses(r"00000.mask must have one byte .* 1001 tokens .* got 1000", spec)
-
-
-def test_wide_ids_survive_the_file(tmp_path):
-    ids = np.array([65536 + 7, 7, 2**31, 65535, 0])
-    write_tokens(tmp_path / "a", ids, META | {"vocab_size": 2**32 - 1})
-    assert json.loads((tmp_path / "a" / "meta.json").read_text())["dtype"] == "uint32"
-    tokens, targets = Loader([str(tmp_path / "a")], 4, 2**32, 0).read([(0, 0)])
-    assert tokens[0].tolist() == ids[:4].tolist() and targets[0].tolist() == ids[1:].tolist()
-
-
-def test_files_are_little_endian(tmp_path):
-    corpus(tmp_path / "a", 259)
-    assert (tmp_path / "a" / "00000.bin").read_bytes()[-4:] == b"\x01\x01\x02\x01"  # 257, 258
-
-
-def test_narrow_dtype_with_a_wide_vocabulary_is_refused(tmp_path):
-    pattern = "dtype must be uint32 for vocab_size 65537, got 'uint16'"
-    with pytest.raises(ValueError, match=pattern):
-        corpus(tmp_path / "a", vocab_size=65537, dtype="uint16")
-    spec = corpus(tmp_path / "b")
-    edit_meta(tmp_path / "b", vocab_size=65537)
-    refuses(pattern, spec, vocab_size=70000)
-    corpus(tmp_path / "c", vocab_size=65536, dtype="uint16")
-
-
-def test_id_outside_the_vocabulary_is_named_with_file_and_offset(tmp_path):
-    spec = corpus(tmp_path / "a", 100)
-    np.full(41, 1234, "<u2").tofile(tmp_path / "a" / "00001.bin")
-    edit_meta(tmp_path / "a", tokens=141)
-    loader = Loader([spec], 10, 1000, 0)
-    loader.read([(0, 8)])
-    for sample, offset in ((9, 0), (10, 0), (11, 10)):
-        with pytest.raises(ValueError, match=rf"1234 at offset {offset} .*a/00001.bin .*1000"):
-            loader.read([(0, 0), (0, sample)])
-
-
-def test_directories_that_are_no_source(tmp_path):
-    refuses("data nowhere/x: no such directory", "nowhere/x:0.5")
-    (tmp_path / "a").mkdir()
-    refuses(r"a: meta.json cannot be read \(.*No such file", str(tmp_path / "a"))
-    (tmp_path / "a" / "meta.json").write_text("{")
-    refuses(r"a: meta.json cannot be read \(Expecting", str(tmp_path / "a"))
-    (tmp_path / "a" / "meta.json").write_text("[]")
-    refuses("a: meta.json lacks dtype, vocab_size", str(tmp_path / "a"))
-    corpus(tmp_path / "b")
-    (tmp_path / "b" / "00000.bin").unlink()
-    refuses(r"b: there is no \*.bin", str(tmp_path / "b"))
-
-
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("dtype", "int8"),
-        ("dtype", ["uint16"]),
-        ("vocab_size", 0),
-        ("vocab_size", "big"),
-        ("tokens", -1),
-        ("documents", 1.5),
-        ("eos_id", 1000),
-        ("eos_id", "x"),
-        ("tokenizer", 3),
-    ],
-)
-def test_invalid_meta_names_key_and_value(tmp_path, key, value):
-    spec = corpus(tmp_path / "a")
-    edit_meta(tmp_path / "a", **{key: value})
-    refuses(rf"meta {key} must be .*, got {re.escape(repr(value))}", spec)
-
-
-def test_sizes_that_do_not_fit(tmp_path):
-    spec = corpus(tmp_path / "a")
-    edit_meta(tmp_path / "a", tokens=1000)
-    refuses("meta.json says 1000 tokens, the .* hold 1001", spec)
-    with open(tmp_path / "a" / "00000.bin", "ab") as file:
-        file.write(b"x")
-    refuses("00000.bin, 2003 bytes, is no multiple of a uint16", spec)
-
-
-def test_sources_that_do_not_fit_the_run(tmp_path):
-    spec = corpus(tmp_path / "a", 100)
-    refuses("vocabulary is 1000, the model's only 999", spec, vocab_size=999)
-    refuses("100 tokens are fewer than one sequence .* 100 \\+ 1", spec, seq_len=100)
-    assert Loader([spec], 99, 1000, 0).n_train == [1]
-    refuses("given twice", spec, spec + ":2")
-    refuses("given twice", spec, spec + "/")
-
-
-@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "half", ""])
-def test_weight_must_be_positive(tmp_path, weight):
-    spec = corpus(tmp_path / "a")
-    refuses(rf"weight must be a positive number, got '{weight}'", f"{spec}:{weight}")
-
-
-def test_weight_is_what_follows_the_last_colon():
-    assert data.parse_spec("data/a") == ("data/a", 1)
-    assert data.parse_spec("data/a/:0.25") == ("data/a", 0.25)
-    assert data.parse_spec("x:y:3") == ("x:y", 3)
-
-
-def test_write_counts_tokens_and_documents(tmp_path):
-    meta = write_tokens(tmp_path / "deep" / "a", [np.array([5, 0, 6]), np.array([0, 0])], META)
-    assert meta == json.loads((tmp_path / "deep" / "a" / "meta.json").read_text())
-    assert (meta["tokens"], meta["documents"], meta["dtype"]) == (5, 3, "uint16")
-
-
-def test_a_failed_write_leaves_nothing(tmp_path):
-    def broken():
-        yield np.arange(5)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_tokens(tmp_path / "a", broken(), META)
-    for ids, pattern in ((np.array([1, 1000]), "token 1000 of shard 0"), (np.array([-1]), "-1")):
-        with pytest.raises(ValueError, match=pattern):
-            write_tokens(tmp_path / "a", ids, META)
-    with pytest.raises(ValueError, match="one byte for each"):
-        write_tokens(tmp_path / "a", np.arange(5), META, masks=[np.ones(4)])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_write_never_overwrites(tmp_path):
-    corpus(tmp_path / "a")
-    with pytest.raises(ValueError, match="exists already"):
-        corpus(tmp_path / "a", 5)
-
-
-def test_embedded_text_is_python_source():
-    data.stdlib_tokens.cache_clear()
-    assert timeit.timeit(data.stdlib_tokens, number=1) < 5  # seconds; 0.1 on an idle machine
-    ids, meta = data.stdlib_tokens()
-    assert len(ids) == meta["tokens"] > 5_000_000 and ids.max() == 256
-    assert (ids == 256).sum() == meta["documents"] > 300
-    decode = decoder(("stdlib",))
-    for document in np.split(ids, np.flatnonzero(ids == 256)[:5] + 1)[:5]:
-        assert ast.parse(decode(document.tolist())).body
-    loader = Loader(("stdlib",), 128, 257, seed=0)
-    assert loader.eos_ids == [256] and len(loader.fingerprint["stdlib"]["sha256"]) == 64
-    tokens, targets = loader.read(loader.take(4))
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    refuses("vocabulary is 257, the model's only 256", "stdlib", vocab_size=256)
-
-
-def test_embedded_text_leaves_tests_and_packages_out(tmp_path, monkeypatch):
-    root = tmp_path / "test" / "lib"  # only folders below the library count
-    for name in ("b.py", "a/x.py", "c/y.py", "test/t.py", "a/tests/t.py", "site-packages/p.py"):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(name.encode())
-        (root / f"{name}.txt").write_bytes(b"no source")
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(root)})
-    ids, meta = data.stdlib_tokens.__wrapped__()
-    assert ids.tolist() == [*b"a/x.py", 256, *b"b.py", 256, *b"c/y.py", 256]
-    assert meta["documents"] == 3
-
-
 def test_taking_is_fast():
     loader = Loader(("stdlib",), 128, 257, seed=0)
     assert min(timeit.repeat(lambda: loader.take(1000), number=1, repeat=5)) < 0.05  # seconds
 
 
-def test_bytes_decode_and_encode(tmp_path):
-    spec = corpus(tmp_path / "a", vocab_size=257, eos_id=256, tokenizer="bytes")
-    decode, encode = decoder(["stdlib", spec + ":2"]), encoder([spec])
-    assert decode(encode("naïve") + [256, 300]) == "naïve"
-    assert decode([0xC3]) == "\ufffd"  # a cut character is no error
-    other = corpus(tmp_path / "b")
-    assert decoder([spec, other]) is None and encoder([other]) is None
+def test_eos_of_each_sample(tmp_path):
+    specs = [corpus(tmp_path / "a", eos_id=7), corpus(tmp_path / "b", eos_id=None)]
+    assert Loader(specs, 10, 1000, 0).eos([(0, 3), (1, 0), (0, 1)]) == [7, None, 7]
 
 
-def test_tokenizer_file_beside_meta(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+def test_peek_moves_nothing(tmp_path):
+    loader = Loader([corpus(tmp_path / "a"), corpus(tmp_path / "b") + ":2"], 10, 1000, seed=1)
+    loader.take(5)
+    state = loader.state_dict()
+    ahead = loader.peek(300)
+    assert loader.state_dict() == state
+    assert loader.take(300) == ahead
 
-    spec = corpus(tmp_path / "a", tokenizer="tokenizer.json")
-    assert decoder([spec]) is None  # named, but not there
-    tokenizer = Tokenizer(models.WordLevel({"?": 0, "one": 1, "two": 2}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing("? $A", None, [("?", 0)])
-    tokenizer.save(str(tmp_path / "a" / "tokenizer.json"))
-    assert encoder([spec])("two one x") == [2, 1, 0]
-    assert decoder([spec])([2, 1]) == "two one"
-    assert decoder([spec])([2, 999]) == "two"  # an id that only the padded model has
-    assert decoder([spec, corpus(tmp_path / "b", tokenizer="other.json")]) is None
+
+def test_isolate_by_hand():
+    tokens = torch.tensor([[5, 0, 6, 7, 0, 0], [0, 1, 2, 9, 3, 9], [0, 9, 1, 2, 3, 4]])
+    targets = torch.tensor([[0, 6, 7, 0, 0, 8], [1, 2, 9, 3, 9, 4], [9, 1, 2, 3, 4, 5]])
+    before = targets.clone()
+    new, positions, cu_seqlens = isolate(tokens, targets, [0, 9, None])
+    assert torch.equal(targets, before)
+    assert new.tolist() == [
+        [0, IGNORE, 7, 0, IGNORE, IGNORE],
+        [1, 2, 9, IGNORE, 9, IGNORE],
+        [9, 1, 2, 3, 4, 5],
+    ]
+    assert positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]
+    starts = [0, 2, 5, 6, 10, 12]
+    assert cu_seqlens.tolist() == starts + [18] * (17 - len(starts))
+    assert cu_seqlens.dtype == torch.int32 and positions.dtype == new.dtype == torch.int64
+
+
+@pytest.mark.parametrize("documents, length", [(1, 17), (16, 17), (17, 65), (64, 65), (65, 257)])
+def test_isolate_gives_few_shapes(documents, length):
+    tokens = torch.ones(1, 300, dtype=torch.int64)
+    tokens[0, : documents - 1] = 0
+    *_, cu_seqlens = isolate(tokens, tokens, [0])
+    assert cu_seqlens.tolist() == [*range(documents)] + [300] * (length - documents)
+
+
+def test_isolate_agrees_with_cutting_the_text(tmp_path):
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 8, 401)
+    write_tokens(tmp_path / "a", ids, META)
+    loader = Loader([str(tmp_path / "a")], 20, 1000, 0)
+    samples = loader.take(4)
+    tokens, targets = loader.read(samples)
+    new, positions, cu_seqlens = isolate(tokens, targets, loader.eos(samples))
+    documents = []
+    for row in tokens.tolist():
+        cuts = [0] + [t + 1 for t, token in enumerate(row) if token == 0]
+        documents += [row[a:b] for a, b in zip(cuts, cuts[1:] + [20]) if b > a]
+    ends = cu_seqlens.tolist()
+    flat = tokens.flatten().tolist()
+    assert [flat[a:b] for a, b in zip(ends, ends[1:]) if b > a] == documents
+    assert positions.flatten().tolist() == [t for d in documents for t in range(len(d))]
+    assert torch.equal(new == IGNORE, tokens == 0)
+    assert torch.equal(new[tokens != 0], targets[tokens != 0])
+
+
+def pair(tmp_path):
+    """Two equal loaders of two sources."""
+    specs = [corpus(tmp_path / "a"), corpus(tmp_path / "b", 301) + ":2"]
+    return [Loader(specs, 10, 1000, seed=1) for _ in range(2)]
+
+
+def test_prefetching_changes_neither_order_nor_state(tmp_path):
+    ahead, plain = pair(tmp_path)
+    prefetch = Prefetch(ahead, ahead.read)
+    start = plain.state_dict()
+    for step, count in enumerate([8] * 20 + [5, 5, 8, 1, 1]):
+        if step in (7, 8, 15):  # the position is moved under it
+            ahead.load_state_dict(start), plain.load_state_dict(start)
+        if step == 11:  # somebody else takes
+            assert ahead.take(3) == plain.take(3)
+        for got, want in zip(prefetch.take(count), plain.read(plain.take(count)), strict=True):
+            assert torch.equal(got, want)
+        assert ahead.state_dict() == plain.state_dict()
+    prefetch.close()
+    assert ahead.state_dict() == plain.state_dict()
+    assert prefetch.take(4)[0].tolist() == plain.read(plain.take(4))[0].tolist()
+    prefetch.close()
+
+
+def test_prefetching_overlaps(tmp_path):
+    loader, plain = pair(tmp_path)
+    begun, go_on, calls = threading.Event(), threading.Event(), []
+
+    def prepare(samples):
+        calls.append((threading.current_thread().name, samples))
+        if len(calls) == 2:
+            begun.set()
+            assert go_on.wait(10), "the step that it should overlap never came"
+        return samples
+
+    prefetch = Prefetch(loader, prepare)
+    assert prefetch.take(8) == plain.take(8)
+    assert begun.wait(10), "the next samples are being prepared although nobody has asked for them"
+    assert loader.state_dict() == plain.state_dict()
+    go_on.set()
+    second = plain.take(8)
+    assert prefetch.take(8) == second
+    prefetch.close()
+    assert calls[0][0] != "prefetch" and calls[1] == ("prefetch", second)
+    assert [samples for _, samples in calls].count(second) == 1, "and only once"
+
+
+def test_prefetching_prepares_one_at_a_time(tmp_path):
+    loader, _ = pair(tmp_path)
+    busy = threading.Lock()
+
+    def prepare(samples):
+        assert busy.acquire(blocking=False), "two at once"
+        threading.Event().wait(0.01)
+        busy.release()
+        return samples
+
+    prefetch = Prefetch(loader, prepare)
+    for count in (2, 3, 2, 2, 3, 4):
+        prefetch.take(count)
+    prefetch.close()
+
+
+def test_an_error_of_prefetching_surfaces_where_its_samples_are_taken(tmp_path):
+    loader, plain = pair(tmp_path)
+    order = plain.peek(12)
+
+    def prepare(samples):
+        if order[8] in samples:
+            raise ValueError("bad token")
+        return samples
+
+    prefetch = Prefetch(loader, prepare)
+    assert [prefetch.take(4), prefetch.take(4)] == [order[:4], order[4:8]]
+    prefetch.close(), prefetch.close()  # also of an error that nobody needed
+    before = loader.state_dict()
+    with pytest.raises(ValueError, match="bad token"):  # prepared here
+        prefetch.take(4)
+    loader.load_state_dict(before)
+    loader.load_state_dict({"consumed": {name: 0 for name in before["consumed"]}})
+    prefetch.take(4), prefetch.take(4)
+    with pytest.raises(ValueError, match="bad token"):  # prepared ahead
+        prefetch.take(4)
+    assert loader.take(4) == plain.peek(16)[12:], "advanced as if it had been taken plainly"
+    prefetch.close()

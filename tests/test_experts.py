@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.dispatch import dispatch_plan
+from kernels.dispatch import collect, crossing, dispatch_plan, lay_out, spread
 from kernels.experts import ClampedSwiGLU, accumulate, expert_mlp, expert_mlp_ref
 
 D, WIDTH = 24, 20
@@ -64,16 +64,14 @@ def test_equals_the_formula_with_every_gradient(choices, activation, biased, def
     want = by_hand(ids, *args, activation)
     dout = torch.randn(want.shape, dtype=torch.float64)
     want_grads = torch.autograd.grad(want, leaves, dout)
-    plan = dispatch_plan(ids, weights, 6)
-    ref = expert_mlp_ref(
-        rows, plan.weights_S, gate_up, down, plan, activation=activation, biases=biases
-    )
+    plan = dispatch_plan(ids, 6)
+    ref = expert_mlp_ref(rows, weights, gate_up, down, plan, activation=activation, biases=biases)
     torch.testing.assert_close(ref, want, rtol=1e-12, atol=1e-13)
-    queue = [] if deferred else None
-    plan = dispatch_plan(ids, weights, 6)
+    queue = []
+    plan = dispatch_plan(ids, 6)
     out = expert_mlp(
-        rows, plan.weights_S, gate_up, down, plan,
-        activation=activation, biases=biases, defer=queue,
+        rows, weights, gate_up, down, plan,
+        activation=activation, biases=biases, defer=queue.append if deferred else None,
     )  # fmt: skip
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-13)
     out.backward(dout)
@@ -89,7 +87,7 @@ def test_equals_the_formula_with_every_gradient(choices, activation, biased, def
 
 def test_plan_sorts_stably_and_inverts():
     ids = torch.randint(0, 7, (50, 3))
-    plan = dispatch_plan(ids, torch.rand(50, 3), 9)
+    plan = dispatch_plan(ids, 9)
     flat = ids.flatten()
     want = sorted(range(150), key=lambda s: (flat[s].item(), s))
     assert plan.order_S.tolist() == want
@@ -97,7 +95,45 @@ def test_plan_sorts_stably_and_inverts():
     assert torch.equal(plan.experts_S.long(), flat[plan.order_S])
     assert torch.equal(plan.order_S[plan.positions_RK.flatten()], torch.arange(150))
     assert plan.offsets_E.tolist() == flat.bincount(minlength=9).cumsum(0).tolist()
-    assert plan.load().tolist() == flat.bincount(minlength=9).tolist()
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("ep", [1, 2, 3, 6])
+def test_crossing_to_ranks_and_back_equals_one_rank(choices, ep):
+    """Each token once to a rank, local experts summed there: output and every gradient."""
+    ids, E = CHOICES[choices], 6
+    tokens, weights, gate_up, down, _ = leaves = make(ids, E)
+    want = expert_mlp_ref(tokens, weights, gate_up, down, dispatch_plan(ids, E))
+    dout = torch.randn_like(want)
+    want_grads = torch.autograd.grad(want, leaves[:4], dout)
+
+    cross = crossing(ids, E, ep)
+    rows, slots = cross.counts_P2.T.tolist()
+    owners = ids // (E // ep)
+    assert rows == [int((owners == p).any(1).sum()) for p in range(ep)]  # deduplicated
+    assert slots == [int((owners == p).sum()) for p in range(ep)]
+    cross = lay_out(cross, sum(rows))
+    sent, local_ids, sent_weights = spread(tokens, ids, weights, cross, E // ep)
+    back, start = [], 0
+    for p, (n, s) in enumerate(zip(rows, slots)):
+        at, mine = slice(start, start + n), slice(p * E // ep, (p + 1) * E // ep)
+        plan = dispatch_plan(local_ids[at], E // ep, s)
+        assert len(plan.order_S) == s
+        back.append(expert_mlp(sent[at], sent_weights[at], gate_up[mine], down[mine], plan))
+        start += n
+    out = collect(torch.cat(back), cross)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-13)
+    grads = torch.autograd.grad(out, leaves[:4], dout)
+    for got, exact in zip(grads, want_grads):
+        torch.testing.assert_close(got, exact, rtol=1e-11, atol=1e-13)
+
+
+def test_a_rank_that_receives_nothing():
+    ids = torch.zeros(0, 2, dtype=torch.int32)
+    rows, weights, gate_up, down, _ = make(ids, 3)
+    out = expert_mlp(rows, weights, gate_up, down, dispatch_plan(ids, 3, 0))
+    out.sum().backward()
+    assert out.shape == (0, D) and not gate_up.grad.any() and rows.grad.shape == (0, D)
 
 
 def test_clamped_swiglu_values():
@@ -107,8 +143,9 @@ def test_clamped_swiglu_values():
         rows = torch.ones(1, 1, dtype=torch.float64)
         gate_up = torch.full((1, 2, 1), value, dtype=torch.float64, requires_grad=True)
         down = torch.ones(1, 1, 1, dtype=torch.float64)
-        plan = dispatch_plan(ids, torch.ones(1, 1, dtype=torch.float64), 1)
-        out = expert_mlp(rows, plan.weights_S, gate_up, down, plan, activation=ClampedSwiGLU())
+        plan = dispatch_plan(ids, 1)
+        weights = torch.ones(1, 1, dtype=torch.float64)
+        out = expert_mlp(rows, weights, gate_up, down, plan, activation=ClampedSwiGLU())
         assert out.item() == pytest.approx(want, rel=1e-4)
         out.backward()
         for got, zero in zip(gate_up.grad.flatten().tolist(), grads, strict=True):
@@ -125,12 +162,12 @@ def test_rows_nobody_wrote_stay_out(counts, dtype):
     poison = [torch.full((len(ids), n), float("nan"), dtype=dtype) for n in (D, WIDTH, 2 * WIDTH)]
     poison += [torch.full_like(w, float("nan")) for w in (gate_up, down)]
     del poison
-    plan = dispatch_plan(ids, weights, 4)
-    out = expert_mlp(rows, plan.weights_S, gate_up, down, plan)
+    plan = dispatch_plan(ids, 4)
+    out = expert_mlp(rows, weights, gate_up, down, plan)
     out.float().sum().backward()
     wide = [a.detach().double().requires_grad_() for a in args[:4]]
-    plan = dispatch_plan(ids, wide[1], 4)
-    exact = expert_mlp_ref(wide[0], plan.weights_S, *wide[2:], plan)
+    plan = dispatch_plan(ids, 4)
+    exact = expert_mlp_ref(*wide, plan)
     exact.sum().backward()
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for got, want in [(out, exact)] + [(a.grad, w.grad) for a, w in zip(args[:4], wide)]:
@@ -141,13 +178,11 @@ def test_rows_nobody_wrote_stay_out(counts, dtype):
 def test_wrong_shapes_are_named():
     ids = CHOICES["mixed"]
     rows, weights, gate_up, down, _ = make(ids, 6)
-    plan = dispatch_plan(ids, weights, 6)
+    plan = dispatch_plan(ids, 6)
     with pytest.raises(ValueError, match=r"must be \(R, D\), \(E, 2F, D\) and \(E, D, F\)"):
-        expert_mlp(rows, plan.weights_S, gate_up, down.transpose(1, 2), plan)
+        expert_mlp(rows, weights, gate_up, down.transpose(1, 2), plan)
     with pytest.raises(ValueError, match="for 6 experts, the weights for 5"):
-        expert_mlp(rows, plan.weights_S, gate_up[:5], down[:5], plan)
-    with pytest.raises(ValueError, match="ep 2 is not supported"):
-        dispatch_plan(ids, weights, 6, ep=2)
+        expert_mlp(rows, weights, gate_up[:5], down[:5], plan)
 
 
 def test_accumulate_prefers_main_grad():
@@ -176,11 +211,9 @@ def test_gpu_within_twice_the_eager_error(activation, biased, tokens):
             a.detach().to(torch.promote_types(a.dtype, dtype)).requires_grad_()
             for a in (*args[:4], *(args[4] or ()))
         ]
-        plan = dispatch_plan(ids, leaves[1], E)
+        plan = dispatch_plan(ids, E)
         biases = tuple(leaves[4:]) or None
-        out = function(
-            leaves[0], plan.weights_S, *leaves[2:4], plan, activation=activation, biases=biases
-        )
+        out = function(*leaves[:4], plan, activation=activation, biases=biases)
         out.backward(dout.to(out.dtype))
         return [out.detach(), *(a.grad for a in leaves)]
 

@@ -1,7 +1,10 @@
 """common/hf.py: reading, loading through views, writing; transformers is the oracle."""
 
+import errno
 import hashlib
 import json
+import os
+import pickle
 
 import pytest
 import torch
@@ -104,14 +107,13 @@ def test_a_rank_reads_its_experts_only(tmp_path, fuse):
     assert torch.equal(flat, whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sources_are_cast(tmp_path, dtype):
-    tensors = published(dtype=dtype)
+def test_sources_are_cast_to_the_parameters(tmp_path):
+    tensors = published()
     save_file(tensors, tmp_path / "model.safetensors")
-    _, views, fused = local_model(dtype=torch.bfloat16)
-    hf.load_views(hf.Reader(tmp_path), views, fused)
-    for name, t in tensors.items():
-        assert torch.equal(views[name], t.to(torch.bfloat16)), name
+    for dtype in (torch.bfloat16, torch.float64):
+        _, views, fused = local_model(dtype=dtype)
+        hf.load_views(hf.Reader(tmp_path), views, fused)
+        assert all(torch.equal(views[name], t.to(dtype)) for name, t in tensors.items())
 
 
 def test_loads_into_parameters_that_require_grad(tmp_path):
@@ -191,6 +193,100 @@ def test_reader_errors(tmp_path):
         hf.Reader(tmp_path)
 
 
+def test_pickled_weights_given_as_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.zeros(2)}, file)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(torch, "load", None)
+    monkeypatch.setattr(pickle, "load", None)
+    for path in (file, tmp_path):
+        with pytest.raises(ValueError, match=f"{path}.*pickled.*save_pretrained"):
+            hf.Reader(path)
+
+
+@pytest.mark.parametrize("file", ["../m.safetensors", "/m.safetensors", "a/../../m.safetensors",
+                                  "..", "", ".", "sub/m.safetensors", 3, None])  # fmt: skip
+def test_an_index_that_points_outside(tmp_path, file):
+    (tmp_path / "model").mkdir()
+    save_file({"a": torch.zeros(2)}, tmp_path / "m.safetensors")
+    if file == "/m.safetensors":
+        file = str(tmp_path / "m.safetensors")
+    index = json.dumps({"weight_map": {"a": file}})
+    (tmp_path / "model" / hf.INDEX).write_text(index)
+    with pytest.raises(ValueError, match="index.json places a in .*, no file name beside it"):
+        hf.Reader(tmp_path / "model")
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {}, "m.safetensors"])
+def test_an_index_that_names_nothing(tmp_path, weight_map):
+    save_file({"a": torch.zeros(2)}, tmp_path / "m.safetensors")
+    (tmp_path / hf.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match="has no weight_map"):
+        hf.Reader(tmp_path)
+
+
+def test_a_downloaded_model_may_be_links(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    save_file({"a": torch.zeros(2)}, tmp_path / "blobs" / "1234")
+    (tmp_path / "snapshot" / "m.safetensors").symlink_to("../blobs/1234")
+    index = json.dumps({"weight_map": {"a": "m.safetensors"}})
+    (tmp_path / "snapshot" / hf.INDEX).write_text(index)
+    assert hf.Reader(tmp_path / "snapshot").names == {"a"}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_damaged_files(tmp_path, sharded):
+    """Cut in the data, in the header, before it; longer; a git-lfs pointer; absurd header."""
+    file = tmp_path / ("m1.safetensors" if sharded else "model.safetensors")
+    save_file({"a": torch.arange(100.0)}, file)
+    whole = file.read_bytes()
+    if sharded:
+        save_file({"b": torch.zeros(2)}, tmp_path / "m2.safetensors")
+        index = {"weight_map": {"a": "m1.safetensors", "b": "m2.safetensors"}}
+        (tmp_path / hf.INDEX).write_text(json.dumps(index))
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 400\n"
+    absurd = (1 << 60).to_bytes(8, "little") + b"{}"
+    for damaged in (whole[:-1], whole[:40], whole[:5], b"", whole + b"\0", pointer, absurd):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{file.name} cannot be read .*download it again"):
+            hf.Reader(tmp_path)
+    file.write_bytes(whole)
+    assert torch.equal(hf.Reader(tmp_path).read("a"), torch.arange(100.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_way_that_a_model_is_published(tmp_path, dtype, fuse, shards):
+    tensors = published()
+    source = {n: t.to(dtype) for n, t in (as_fused(tensors) if fuse else tensors).items()}
+    names, weight_map = sorted(source), {}
+    for i in range(shards):
+        file = "model.safetensors" if shards == 1 else f"model-0000{i + 1}-of-00003.safetensors"
+        save_file({n: source[n] for n in names[i::shards]}, tmp_path / file)
+        weight_map |= dict.fromkeys(names[i::shards], file)
+    if shards > 1:
+        (tmp_path / hf.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    before = {path: (digest(path), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+    flat, views, fused = local_model()
+    hf.load_views(hf.Reader(tmp_path), views, fused, n_experts=E)
+    assert not flat.isnan().any()
+    for name, t in tensors.items():
+        assert torch.equal(views[name], t.to(dtype).float()), name
+    assert before == {path: (digest(path), path.stat().st_mtime_ns) for path in before}
+    assert len(list(tmp_path.iterdir())) == len(before)
+
+
+def test_tokenizer_files(tmp_path):
+    for name in ("tokenizer.json", "special_tokens_map.json", "meta.json", "00.bin", "vocab.json"):
+        (tmp_path / name).touch()
+    (tmp_path / "tokenizer_config.json").mkdir()
+    files = [path.name for path in hf.tokenizer_files(tmp_path)]
+    assert files == ["tokenizer.json", "special_tokens_map.json", "vocab.json"]
+    assert hf.tokenizer_files(tmp_path / "nowhere") == []
+
+
 def test_reader_takes_loose_files_but_no_name_twice(tmp_path):
     save_file(
         {"a": torch.arange(6.0).view(3, 2), "s": torch.tensor(2.0)}, tmp_path / "x.safetensors"
@@ -248,6 +344,20 @@ def test_written_file_equals_what_safetensors_reads(tmp_path):
     hf.write_tensors(tmp_path / "t.safetensors", tensors, torch.bfloat16)
     read = load_file(tmp_path / "t.safetensors")
     assert read["b10"].dtype == torch.bfloat16 and read["count"].dtype == torch.int64
+
+
+def test_a_failed_write_names_the_file_and_leaves_none(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for path in (tmp_path / "t.safetensors", tmp_path / "t.json"):
+        with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+            if path.suffix == ".json":
+                hf.write_json(path, {})
+            else:
+                hf.write_tensors(path, {"a": torch.zeros(3)})
+    assert not list(tmp_path.iterdir())
 
 
 def test_shards_are_dealt_to_holders():

@@ -1,4 +1,4 @@
-"""common/optim.py in one process: arithmetic, gradient buffers, layout and state."""
+"""common/optim.py and common/muon.py in one process: arithmetic, buffers, layout and state."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from common import optim
+from common import muon, optim
 from common.optim import ALIGN, Optimizer, build_buckets, decays, layout, uses_muon
 
 ADAM = dict(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -50,8 +50,8 @@ def make_params(dtype=torch.float32):
     ]
 
 
-def make(params, optimizer="adamw", owners=1, owner=0, moments="fp32", clip=0.0, **other):
-    buckets = build_buckets(params, optimizer=optimizer, owners=owners, owner=owner, device="cpu")
+def make(params, optimizer="adamw", moments="fp32", clip=0.0, **other):
+    buckets = build_buckets(params, optimizer=optimizer, device="cpu")
     return Optimizer(buckets, moments=moments, clip=clip, **(ADAM | other))
 
 
@@ -268,10 +268,10 @@ def test_muon_updates_every_matrix_alone(monkeypatch):
 @pytest.mark.parametrize("shape", [(3, 24, 40), (2, 48, 16), (1, 32, 32)])
 def test_newton_schulz_singular_values(shape):
     x = torch.randn(shape) * torch.tensor(1e-6)
-    y = optim.newton_schulz(x)
+    y = muon.newton_schulz(x)
     values = torch.linalg.svdvals(y)
     assert y.shape == x.shape and values.max() < 1.3 and values.median() > 0.65
-    assert torch.equal(optim.newton_schulz(torch.zeros(shape)), torch.zeros(shape))
+    assert torch.equal(muon.newton_schulz(torch.zeros(shape)), torch.zeros(shape))
     # The same directions as x's.
     u, _, vh = torch.linalg.svd(x, full_matrices=False)
     diagonal = (u.mT @ y @ vh.mT).diagonal(dim1=-2, dim2=-1)
@@ -368,29 +368,16 @@ def test_more_owners_than_matrices():
     assert starts == [0, 128] and bounds == [0, 128, 278, 512, 512, 512]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("owners", [2, 5])
-def test_owners_together_equal_one(optimizer, owners):
-    """Owners that see the summed gradients update disjoint ranges to what one owner computes."""
-
-    def run(owners, owner):
-        params = make_params(torch.float64)
-        opt = make(params, optimizer, owners, owner)
-        for step in range(2):
-            set_grads(params, step)
-            opt.step(1e-2)
-        return opt.slices()
-
-    expected = {(name, kind): x for name, kind, _, x in run(1, 0)}
-    count = {key: torch.zeros(x.numel()) for key, x in expected.items()}
-    straddles = 0
-    for owner in range(owners):
-        for name, kind, start, x in run(owners, owner):
-            part = slice(start, start + x.numel())
-            count[name, kind][part] += 1
-            straddles += start > 0
-            torch.testing.assert_close(x, expected[name, kind][part], rtol=1e-12, atol=1e-14)
-    assert straddles and all((n == 1).all() for n in count.values())
+def test_a_bucket_is_reduced_once_a_step():
+    opt = make(make_params())
+    first = opt.buckets[0]
+    first.reduce()
+    with pytest.raises(AssertionError, match="reduced twice"):
+        first.reduce()
+    opt.zero_grad()
+    first.reduce()
+    opt.step(1e-2)
+    first.reduce()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

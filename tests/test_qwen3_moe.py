@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as hf_file
 
 import train_qwen3_moe as script
 from common.dualpipev import drive
+from common.mesh import build as build_mesh
 from tests.oracle import no_fp32, randomise, relative
 
 ODD = script.Model(  # head_dim ≠ hidden / heads, 2·width ≠ hidden: no transpose can hide
@@ -26,22 +28,39 @@ CASES = {
     "every second": dict(decoder_sparse_step=2),
     "one expert": dict(num_experts=1, num_experts_per_tok=1),
 }
+CPU = torch.device("cpu")
 SHAPE = (2, 24)  # sequences, tokens
 
 
 def run_config(**flags) -> script.Config:
     defaults = dict(
         dtype="fp64", compile=False, seq_len=SHAPE[1], micro_batch=2, global_batch=2,
-        balance="none",
+        balance="none", out=Path("unused"),
     )  # fmt: skip
     return script.Config(**{**defaults, **flags})
 
 
 def ours(model, run, n_chunks=1, seed=0):
-    chunks = script.build(model, run, torch.device("cpu"), n_chunks)
+    """All chunks of the model on this process, every parameter random."""
+    chunks = script.build(model, run, build_mesh(run, CPU), n_chunks)
     for chunk in chunks:
         randomise(chunk, seed)
     return chunks
+
+
+def a_trainer(run, chunks, loader=None):
+    """As main builds it, but for what a test needs not."""
+    mesh = build_mesh(run, chunks[0].rope.cos.device)
+    optimizer = script.build_optimizer(chunks, run, mesh)
+    pipe = script.build_pipe(chunks[0].arch, run, mesh, chunks)
+    return script.Trainer(chunks[0].arch, run, mesh, chunks, optimizer, loader, pipe)
+
+
+def table_of(chunks, run, skipped=False):
+    """(sparse layers, 1 + E): balance and load, used up."""
+    mesh = build_mesh(run, CPU)
+    t = script.Trainer(chunks[0].arch, run, mesh, chunks, None, None)
+    return torch.stack(script.update_routers(t, skipped))
 
 
 def oracle(model: script.Model, dtype: torch.dtype, chunk) -> Qwen3MoeForCausalLM:
@@ -154,7 +173,7 @@ def test_balance_loss_is_transformers_over_k():
     gate = chunk.model.layers["0"].mlp.gate
     tokens = torch.randn(48, 64, dtype=torch.float64)
     drive(chunk(None, batch, None))
-    table = script.update_routers([chunk], run, skipped=False)
+    table = table_of([chunk], run)
     assert relative(table[0, 0], theirs) < 1e-12
     weights, ids, aux, stats = gate(tokens, 2, chunk.state[0], None)
     share, mean = stats[0] / stats[0].sum(), stats[1] / stats[1].sum()
@@ -173,8 +192,9 @@ def test_presets_are_the_published_models():
     """Sizes from the names: 30.5 B weights with 3.3 B active, 235 B with 22 B active."""
     for name, total, active in (("30b-a3b", 30.5e9, 3.3e9), ("235b-a22b", 235e9, 22e9)):
         model = script.MODELS[name]
+        mesh = build_mesh(run_config(), CPU)
         with torch.device("meta"):
-            chunk = script.Chunk(model, run_config(dtype="fp32"), range(model.num_hidden_layers))
+            chunk = script.Chunk(model, run_config(), mesh, range(model.num_hidden_layers))
         count = sum(p.numel() for p in chunk.parameters())
         embedding = model.vocab_size * model.hidden_size
         assert abs(count / total - 1) < 0.01, (name, count)
@@ -191,7 +211,7 @@ def test_router_stays_in_fp32_in_a_bf16_model():
     exact = (tokens.double() @ gate.weight.double().T).softmax(-1).topk(2).values
     exact = exact / exact.sum(-1, keepdim=True)
     assert (weights.double() - exact).abs().max() < 1e-5  # bf16 logits would be off by 1e-2
-    cos, _ = chunk.rope
+    cos = chunk.rope.cos
     assert cos.dtype == torch.float32
     want = torch.outer(torch.arange(24.0).double(), 1e4 ** (-torch.arange(0, 24, 2).double() / 24))
     assert (cos.double() - want.cos()).abs().max() < 1e-5

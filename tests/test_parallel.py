@@ -1,0 +1,277 @@
+"""Every parallel layout against one process: losses, gradients, weights, checkpoint, bits."""
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_qwen3_moe as script
+from common import checkpoint, hf
+from common.mesh import build as build_mesh
+from tests import pool
+
+MODEL = dataclasses.replace(
+    script.TINY, hidden_size=32, head_dim=12, num_hidden_layers=4, moe_intermediate_size=20,
+    initializer_range=0.2,
+)  # fmt: skip
+LAYOUTS = {
+    "pp2": (2, dict(pp=2)),
+    "dp2": (2, dict()),
+    "ep2": (2, dict(ep=2)),
+    "ep4": (4, dict(ep=4)),
+    "pp2 ep2": (4, dict(pp=2, ep=2)),
+    "pp2 dp2": (4, dict(pp=2)),
+    "pp2, fewest": (2, dict(pp=2, global_batch=4)),
+    "pp2, odd": (2, dict(pp=2, global_batch=5)),
+    "dp2 ep2, two copies": (4, dict(ep=2)),
+    "pp4, uneven": (4, dict(pp=4, layers=9)),
+    "cp2": (2, dict(cp=2)),
+    "cp4": (4, dict(cp=4)),
+    "cp2 ep2, folded": (2, dict(cp=2, ep=2)),
+    "pp2 cp2": (4, dict(pp=2, cp=2)),
+    "cp2 dp2 ep4": (4, dict(cp=2, ep=4)),
+}
+
+
+def config(**flags):
+    defaults = dict(
+        dtype="fp64", compile=False, seq_len=16, micro_batch=1, global_batch=16, steps=3, lr=1e-2,
+        eps=1e-5, balance="sequence", balance_coef=0.1, z_loss_coef=1e-3,
+    )  # fmt: skip
+    run = script.Config(**{**defaults, **flags})
+    return dataclasses.replace(run, out=run.out or Path("unused"))
+
+
+def trainer(run, mesh):
+    """What main builds, of a small model."""
+    model = dataclasses.replace(MODEL, num_hidden_layers=run.layers or 4)
+    chunks = script.build(model, run, mesh)
+    loader = script.Loader(("stdlib",), run.seq_len, model.vocab_size, run.seed)
+    return script.Trainer(
+        model, run, mesh, chunks, script.build_optimizer(chunks, run, mesh), loader,
+        script.build_pipe(model, run, mesh, chunks),
+    )  # fmt: skip
+
+
+def train(rank, world, flags, out=None):
+    """Three steps; the records, and this rank's slices after the first and the last."""
+    run = config(out=out, **flags)
+    t = trainer(run, build_mesh(run, torch.device("cpu")))
+    records, slices = [], []
+    for step in (1, 2, 3):
+        records.append(script.train_step(t, step))
+        slices.append([(n, kind, at, x.clone()) for n, kind, at, x in t.optimizer.slices()])
+    if out is not None:
+        script.save(t, 3)
+        t.saver.wait()
+    return records, slices[0], slices[-1], script.evaluate(t)
+
+
+def whole(parts):
+    """Slices of all ranks as whole flattened parameters; every element exactly once."""
+    out = {}
+    pieces = {}
+    for name, kind, start, x in (piece for part in parts for piece in part):
+        pieces.setdefault((name, kind), []).append((start, x))
+    for key, found in pieces.items():
+        found.sort(key=lambda piece: piece[0])
+        end = 0
+        for start, x in found:
+            assert start == end, (key, start, end)
+            end += len(x)
+        out[key] = torch.cat([x for _, x in found])
+    return out
+
+
+@functools.cache
+def one_process(items):
+    return train(0, 1, dict(items))
+
+
+def close(got, want, bound):
+    assert got.keys() == want.keys()
+    for key, x in want.items():
+        assert got[key].shape == x.shape, key
+        assert (got[key] - x).abs().max() <= bound * max(x.abs().max(), 1e-3), key
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype,bound", [("fp64", 1e-12), ("fp32", 1e-5)])
+def test_layout_equals_one_process(layout, dtype, bound, tmp_path):
+    world, axes = LAYOUTS[layout]
+    common = dict(dtype=dtype, **{k: v for k, v in axes.items() if k not in ("pp", "cp", "ep")})
+    # Without clipping the first exp_avg is the gradient times 1 - beta1.
+    common["clip"] = 0.0 if dtype == "fp64" else 1.0
+    records, first, last, evaluated = one_process(tuple(common.items()))
+    ranks = pool.run(world, train, {**axes, **common}, tmp_path)
+    for rank, (theirs, _, _, loss) in enumerate(ranks):
+        for a, b in zip(theirs, records, strict=True):
+            for key in ("loss", "grad_norm", "balance"):
+                assert a[key] == pytest.approx(b[key], rel=10 * bound), (rank, key)
+            assert a["expert_load"] == b["expert_load"] and a["tokens"] == b["tokens"]
+        assert loss == pytest.approx(evaluated, rel=10 * bound)
+    close(whole([r[1] for r in ranks]), whole([first]), bound)  # gradients
+    close(whole([r[2] for r in ranks]), whole([last]), 50 * bound)  # weights and moments
+
+    saved = checkpoint.latest(tmp_path)
+    reader = hf.Reader(saved)
+    masters = whole([last])
+    for (name, kind), x in masters.items():
+        if kind == "master":
+            for hf_name, view in script.hf_views(name, x.view(shape_of(name, axes))):
+                error = (reader.read(hf_name).to(x.dtype) - view).abs().max()
+                assert error <= 50 * bound * max(view.abs().max(), 1e-3), hf_name
+
+
+@functools.cache
+def shapes(layers):
+    run = config(layers=layers)
+    chunks = trainer(run, build_mesh(run, torch.device("cpu"))).chunks
+    return {name: p.shape for name, p in script.named_parameters(chunks)}
+
+
+def shape_of(name, axes):
+    return shapes(axes.get("layers"))[name]
+
+
+# ------------------------------------------------------------------------------------------------
+# Faults that others met
+# ------------------------------------------------------------------------------------------------
+
+
+def test_the_same_run_twice_gives_the_same_bits():
+    runs = [pool.run(4, train, dict(pp=2, ep=2, dtype="fp32")) for _ in range(2)]
+    for a, b in zip(*runs, strict=True):
+        assert [r["loss"] for r in a[0]] == [r["loss"] for r in b[0]]
+        for (name, kind, at, x), (_, _, also_at, y) in zip(a[2], b[2], strict=True):
+            assert at == also_at and torch.equal(x, y), (name, kind)
+
+
+def train_to_rank_0(rank, world, flags):
+    """As `train`, with every token sent to experts 0 and 1."""
+    run = config(bias_update_rate=1e-12, **flags)
+    t = trainer(run, build_mesh(run, torch.device("cpu")))
+    for chunk in t.chunks:
+        chunk.state[:, 1, :2] = 9.0
+    records = [script.train_step(t, step) for step in (1, 2, 3)]
+    stacks = {n: p.main_grad.clone() for n, p in script.named_parameters(t.chunks) if p.ndim == 3}
+    return records, [(n, k, at, x.clone()) for n, k, at, x in t.optimizer.slices()], stacks
+
+
+def test_a_rank_whose_experts_nobody_chooses():
+    """Case 3: three steps end, unused experts' gradients are zeros, the weights equal ep = 1's."""
+    records, slices, _ = train_to_rank_0(0, 1, {})
+    ranks = pool.run(2, train_to_rank_0, dict(ep=2))
+    assert ranks[0][0][-1]["expert_load"][0][2:] == [0] * 6
+    for _, _, stacks in ranks[1:]:
+        assert stacks and not any(grad.any() for grad in stacks.values())
+    close(whole([r[1] for r in ranks]), whole([slices]), 1e-11)
+    for theirs, _, _ in ranks:
+        for a, b in zip(theirs, records, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-11)
+
+
+def train_from(rank, world, flags, out, steps, saved_at=None):
+    """Resume what is in `out`, or start; the losses of `steps`, this rank's slices at the start."""
+    run = config(out=out, **flags)
+    t = trainer(run, build_mesh(run, torch.device("cpu")))
+    found = checkpoint.latest(out)
+    if found is not None:
+        assert script.resume(found, t) == steps[0] - 1
+    slices = [(n, k, at, x.clone()) for n, k, at, x in t.optimizer.slices()]
+    losses = []
+    for step in steps:
+        losses.append(script.train_step(t, step)["loss"])
+        if step == saved_at:
+            script.save(t, step)
+            t.saver.wait()
+    return losses, slices, t.loader.state_dict()
+
+
+@pytest.mark.parametrize("saved,resumed", [
+    ("pp2 ep2", "one"), ("pp2 ep2", "ep4"), ("one", "pp2 ep2"), ("dp2", "pp2 dp2"),
+    ("ep4", "cp2 ep2, folded"), ("dp2", "dp4"),
+])  # fmt: skip
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_any_layout_resumes_any_other(saved, resumed, optimizer, tmp_path):
+    """Cases 21 and 24: masters, moments and sample order bit-identical, losses go on."""
+    places = {**LAYOUTS, "one": (1, {}), "dp4": (4, {})}
+    results = {}
+    for name, steps, saved_at in ((saved, (1, 2, 3, 4), 2), (resumed, (3, 4), None)):
+        world, axes = places[name]
+        flags = dict(dtype="fp32", optimizer=optimizer, **axes)
+        job = train_from, flags, tmp_path, steps, saved_at
+        results[name] = [job[0](0, 1, *job[1:])] if world == 1 else pool.run(world, *job)
+        assert len(list(tmp_path.glob("step-*"))) == 1
+    start = whole([r[1] for r in results[resumed]])
+    found = checkpoint.latest(tmp_path)
+    for (name, kind), x in start.items():
+        kept = torch.empty_like(x)
+        checkpoint.load_slices(found, [(name, kind, 0, kept)])
+        assert torch.equal(kept, x), (name, kind)
+    assert results[resumed][0][0] == pytest.approx(results[saved][0][0][2:], rel=1e-5)
+    assert results[resumed][0][2] == results[saved][0][2]
+    index = hf.Reader(found).names
+    assert sum(".experts." in n for n in index) == 4 * 8 * 3  # every expert of every layer
+
+
+# ------------------------------------------------------------------------------------------------
+# Bytes on the wire
+# ------------------------------------------------------------------------------------------------
+
+
+def wire(rank, world, force):
+    """Bytes this rank sends in one forward and backward of one layer, by kind and direction."""
+    E, K, tokens = 16, 4, 64
+    model = dataclasses.replace(
+        MODEL, num_hidden_layers=1, num_experts=E, num_experts_per_tok=K, hidden_size=48
+    )
+    run = config(ep=world, force_balance=force, seq_len=tokens, global_batch=world, dtype="bf16")
+    mesh = build_mesh(run, torch.device("cpu"))
+    chunks = script.build(model, run, mesh)
+    batch = script.Batch(*torch.randint(0, 257, (2, 1, tokens)), index=rank)
+    routes = batch.routes = {}
+    sent, plain = [], torch.distributed.all_to_all_single
+
+    def counting(out, x, *counts, **kwargs):
+        rows = counts[1] if counts else [len(x) // world] * world
+        sent.append((str(x.dtype), x.shape[1:], sum(rows), x.numel() * x.element_size()))
+        return plain(out, x, *counts, **kwargs)
+
+    torch.distributed.all_to_all_single = counting
+    try:
+        one = torch.ones((), dtype=torch.float32)
+        script.run_schedule(chunks, [batch], one)
+    finally:
+        torch.distributed.all_to_all_single = plain
+    return sent, routes[0]
+
+
+@pytest.mark.parametrize("force", ["stride", "random"])
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_bytes_on_the_wire(ep, force):
+    """Rows once to a rank, both ways, forward and backward; ids and weights K numbers a row."""
+    D, K, E, tokens = 48, 4, 16, 64
+    ranks = pool.run(ep, wire, force)
+    total = 0
+    for sent, ids in ranks:
+        rows = sum(len({e // (E // ep) for e in row}) for row in ids.tolist())
+        total += rows
+        back = sent[4][2]  # what came here goes back: rows of other ranks' tokens
+        assert [(kind, n * width) for kind, (*_, width), n, _ in sent] == [
+            ("torch.int64", ep * 2),  # counts: rows and slots for each rank
+            ("torch.bfloat16", rows * D), ("torch.int32", rows * K), ("torch.float32", rows * K),
+            ("torch.bfloat16", back * D),  # local sums on their way back
+            ("torch.bfloat16", rows * D),  # backward: their gradients
+            ("torch.bfloat16", back * D), ("torch.float32", back * K),
+        ]  # fmt: skip
+        size = {"torch.int64": 8, "torch.bfloat16": 2, "torch.int32": 4, "torch.float32": 4}
+        assert all(b == n * shape[-1] * size[kind] for kind, shape, n, b in sent)
+    if force == "stride":  # expert (t + 4j) mod 16: min(ep, K) ranks a token
+        assert total == ep * tokens * min(ep, K)
+    else:  # ep · (1 - C(E - E/ep, K) / C(E, K)) ranks a token, on average
+        away = math.comb(E - E // ep, K) / math.comb(E, K)
+        assert total / (ep * tokens) == pytest.approx(ep * (1 - away), rel=0.1)
