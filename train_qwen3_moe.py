@@ -8,7 +8,7 @@ The tiny run falls from a loss of 5.6 to about 2.0 (nats a byte) in its 240 step
 to the gradients one reads this file and common/dualpipev.py; the products of attention, experts
 and loss are in kernels/.
 
-Sections: config and presets, model (leaf to root), names on disk, data, FLOPs, optimizer,
+Sections: config and presets, model (leaf to root), Hugging Face names, FLOPs, optimizer and
 checkpoints, train step, evaluation and sampling, main.
 
 Shapes:
@@ -18,6 +18,7 @@ Shapes:
 """
 
 import dataclasses
+import json
 import sys
 import time
 from contextlib import nullcontext
@@ -589,11 +590,10 @@ def hf_fused(name: str, weight: Tensor, first_expert: int = 0) -> list[tuple[str
 
 def hf_config(model: Model, dtype: str) -> dict[str, Any]:
     """config.json of a checkpoint."""
-    names = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
     fixed = dict(
         architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_act="silu",
         attention_bias=False, use_sliding_window=False, attention_dropout=0.0,
-        torch_dtype=names[dtype],
+        torch_dtype=str(DTYPES[dtype]).removeprefix("torch."),
     )  # fmt: skip
     return fixed | dataclasses.asdict(model)
 
@@ -668,10 +668,9 @@ def build_optimizer(chunks: list[Chunk], run: Config, mesh: Mesh) -> Optimizer:
                     named, optimizer=run.optimizer, group=group, first_expert=first,
                     device=mesh.device,
                 )  # fmt: skip
-    return Optimizer(
-        [bucket for chunk in chunks for bucket in chunk.buckets], beta1=run.beta1, beta2=run.beta2,
-        eps=run.eps, weight_decay=run.weight_decay, clip=run.clip, moments=run.moments,
-    )  # fmt: skip
+    buckets = [bucket for chunk in chunks for bucket in chunk.buckets]
+    flags = ("beta1", "beta2", "eps", "weight_decay", "clip", "moments")
+    return Optimizer(buckets, **{name: getattr(run, name) for name in flags})
 
 
 def router_buffers(chunks: list[Chunk]) -> dict[str, Tensor]:
@@ -687,18 +686,17 @@ def save(trainer: "Trainer", step: int) -> None:
     """Start writing <out>/step-<step>: a Hugging Face directory and trainer/. The step goes on."""
     t = trainer
     first = t.mesh.first_expert(t.model.num_experts)
-    named = [(name, p.detach()) for name, p in named_parameters(t.chunks)]
-    folders = [parse_spec(spec)[0] for spec in t.run.data]
+    named = named_parameters(t.chunks)
     state = dict(
         tokens=t.tokens, micro_batches=t.micro_batches, data=t.loader.state_dict(),
         updates=t.optimizer.t, skipped=t.optimizer.skipped, run=to_json(t.run),
         model=dataclasses.asdict(t.model),
     )  # fmt: skip
     t.saver.save(
-        step, views=dict(view for item in named for view in hf_views(*item, first)),
+        step, views=dict(view for n, p in named for view in hf_views(n, p.detach(), first)),
         hf_config=hf_config(t.model, t.run.dtype), dtype=DTYPES[t.run.dtype],
         slices=t.optimizer.slices(), buffers=router_buffers(t.chunks), state=state,
-        files=hf.tokenizer_files(folders[0]),
+        files=hf.tokenizer_files(parse_spec(t.run.data[0])[0]),
     )  # fmt: skip
 
 
@@ -712,7 +710,7 @@ def resume(path: Path, trainer: "Trainer") -> int:
     fixed = ("seed", "seq_len", "optimizer")
     mine = dataclasses.asdict(t.model) | {key: getattr(t.run, key) for key in fixed}
     theirs = state["model"] | {key: state["run"][key] for key in fixed}
-    for key, value in to_plain(mine).items():
+    for key, value in json.loads(json.dumps(mine)).items():  # tuples are lists there
         if theirs.get(key) != value:
             raise ValueError(
                 f"{path}: {key} is {theirs.get(key)} there and {value} here: use another --out, or "
@@ -727,11 +725,6 @@ def resume(path: Path, trainer: "Trainer") -> int:
     t.tokens, t.micro_batches = state["tokens"], state["micro_batches"]
     t.loader.load_state_dict(state["data"])
     return state["step"]
-
-
-def to_plain(value: Any) -> Any:
-    """As JSON returns it: tuples are lists."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in value.items()}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -749,7 +742,6 @@ class Trainer:
     chunks: list[Chunk]
     optimizer: Optimizer
     loader: Loader
-    pipe: Pipe | None = None
     lock: Any = None  # held on --out as long as this lives
     tokens: int = 0
     micro_batches: int = 0
@@ -758,15 +750,11 @@ class Trainer:
         run, mesh = self.run, self.mesh
         self.batches = Prefetch(self.loader, partial(read_batches, self.loader, run, mesh))
         self.saver = Saver(run.out, keep_last=run.keep_last, rank=mesh.rank, world=mesh.world)
-
-
-def build_pipe(model: Model, run: Config, mesh: Mesh, chunks: list[Chunk]) -> Pipe | None:
-    """What moves hidden states between chunks; None where all layers are in one."""
-    if len(chunks) == 1:
-        return None
-    shape = run.micro_batch, run.seq_len // mesh.cp, model.hidden_size
-    like = torch.empty(shape, dtype=DTYPES[run.dtype], device=mesh.device)
-    return Pipe(mesh.pp_rank, mesh.pipeline, mesh.down, mesh.up, like)
+        self.pipe = None  # of hidden states, where there is more than one chunk
+        if len(self.chunks) > 1:
+            shape = run.micro_batch, run.seq_len // mesh.cp, self.model.hidden_size
+            like = torch.empty(shape, dtype=DTYPES[run.dtype], device=mesh.device)
+            self.pipe = Pipe(mesh.pp_rank, mesh.pipeline, mesh.down, mesh.up, like)
 
 
 def read_batches(
@@ -946,16 +934,12 @@ def sample(trainer: Trainer, prompt: list[int], count: int, temperature: float =
 
 def show_sample(trainer: Trainer, log: Log) -> None:
     """Print a continuation of a line of Python, if the data's tokenizer is at hand."""
-    if trainer.mesh.pp * trainer.mesh.cp > 1:
-        log.say("no sample: it needs --pp 1 and --cp 1")
-        return
     encode, decode = encoder(trainer.run.data), decoder(trainer.run.data)
-    if encode is None or decode is None:
-        log.say("no sample: the data names no tokenizer file")
+    if trainer.mesh.pp * trainer.mesh.cp > 1 or encode is None or decode is None:
+        log.say("no sample: it needs --pp 1, --cp 1 and data with a tokenizer")
         return
-    prompt = "def "
-    text = decode(sample(trainer, encode(prompt), trainer.run.sample_tokens))
-    log.say(f"--- sample after {prompt!r} ---\n{prompt}{text}\n---")
+    text = decode(sample(trainer, encode("def "), trainer.run.sample_tokens))
+    log.say(f"--- sample after 'def ' ---\ndef {text}\n---")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -980,8 +964,8 @@ def set_up(run: Config) -> tuple[Trainer, Log, int]:
     chunks = build(model, run, mesh)
     if run.init_from is not None and found is None:
         load_weights(chunks, run.init_from, mesh)
-    optimizer, pipe = build_optimizer(chunks, run, mesh), build_pipe(model, run, mesh, chunks)
-    trainer = Trainer(model, run, mesh, chunks, optimizer, loader, pipe, held)
+    optimizer = build_optimizer(chunks, run, mesh)
+    trainer = Trainer(model, run, mesh, chunks, optimizer, loader, held)
     step = 0 if found is None else resume(found, trainer)
     log = Log(
         None if run.eval_only else run.out, to_json(run), rank=mesh.rank, resume_step=step,

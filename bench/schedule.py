@@ -7,6 +7,7 @@ pair takes F&B. The drawing has one line a rank and a column a unit of time: dig
 batches, in lower case letters past 9; below each a mark for f, b, w or o (overlapped).
 """
 
+import sys
 from dataclasses import dataclass
 
 import tyro
@@ -55,8 +56,11 @@ def whole(pp: int, rank: int, chunk: int) -> int:
 def simulate(pp: int, micro_batches: int, **costs: float) -> list[Span]:
     """When each rank runs each of its actions, transfers taking no time.
 
-    Raises ValueError if the ranks wait for each other for ever.
+    Raises ValueError for sizes that no schedule has, and if the ranks wait for each other for ever.
     """
+    for name, value in (("pp", pp), ("micro-batches", micro_batches)):
+        if value < 1:
+            raise ValueError(f"{name} {value}: must be at least 1")
     queues = [list(schedule(pp, rank, micro_batches)) for rank in range(pp)]
     free, done, spans = [0.0] * pp, {}, []
     while any(queues):
@@ -96,7 +100,10 @@ def draw(spans: list[Span]) -> str:
 
 def main(pp: int = 4, micro_batches: int = 10) -> None:
     """Draw the schedule and say how much of each rank's time is idle."""
-    spans = simulate(pp, micro_batches)
+    try:
+        spans = simulate(pp, micro_batches)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     print(draw(spans))
     makespan = max(span.end for span in spans)
     busy = sum(span.end - span.start for span in spans) / pp

@@ -35,13 +35,10 @@ Defer = Callable[[Callable[[], None]], None]  # takes the computation of a weigh
 
 @dataclass(frozen=True)
 class Route:
-    """How the rows of an exchange travel: an all-to-all of `group`, or nowhere if it is None.
-
-    `send_counts` and `recv_counts` are rows to and from each rank of the group (host integers).
-    """
+    """How the rows of an exchange travel: an all-to-all of `group`, or nowhere if it is None."""
 
     group: Any = None
-    send_counts: tuple[int, ...] = ()
+    send_counts: tuple[int, ...] = ()  # rows to each rank of the group, on the host
     recv_counts: tuple[int, ...] = ()
 
     def reverse(self) -> "Route":
@@ -49,9 +46,8 @@ class Route:
 
 
 def launch(route: Route, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    """Start sending the rows of `tensors` (rows, ...) along `route`.
+    """Start sending the rows of `tensors` (rows, ...); the buffers they arrive in, and the works.
 
-    Returns the buffers they arrive in, one a tensor and of its dtype, and the works to wait for.
     Without a group the tensors are where they should be already.
     """
     if route.group is None:
@@ -93,10 +89,10 @@ class Exchange:
 
 
 class Counts:
-    """How many rows and slots each rank of `group` will send: launched now, read when resumed.
+    """How many rows and slots each rank of `group` will send: counts_P2 (ranks, 2) for each.
 
-    counts_P2 (ranks, 2): rows and slots for each. On a group of its own it need not queue behind
-    the exchanges. Reading it is the one place in a layer where the host waits for the device.
+    On a group of its own it need not queue behind the exchanges. Reading it, when resumed, is the
+    one place in a layer where the host waits for the device.
     """
 
     def __init__(self, group: Any, counts_P2: Tensor):
@@ -137,10 +133,10 @@ def _edges(tensors: Sequence[Tensor]) -> list[Any]:
 class Tape:
     """One micro-batch's passage through one chunk.
 
-    `cut_all` cuts at exchanges without a group too, which lets one process exercise the cuts; by
-    itself such an exchange is no cut, so that with ep = 1 the chunk is one plain autograd graph.
-    Layers give the computation of their weight gradients to `defer`: it waits for `flush` where
-    there is something to hide behind it, and runs at once where it would only keep memory.
+    An exchange without a group is no cut, so that with ep = 1 the chunk is one plain autograd
+    graph, unless `cut_all` (so one process exercises the cuts). Layers give the computation of
+    their weight gradients to `defer`: it waits for `flush` where it can hide a communication or
+    fill a bubble, and runs at once where it would only keep memory.
     """
 
     cut_all: bool = False
@@ -179,7 +175,7 @@ class Tape:
 
 
 def drive(steps: Steps) -> Any:
-    """Run a layer or chunk to its end with autograd passing through; returns what it returns."""
+    """Run a layer or chunk to its end, autograd passing through; returns what it returns."""
     value = None
     while True:
         try:
@@ -191,9 +187,8 @@ def drive(steps: Steps) -> Any:
 def forward(steps: Steps, tape: Tape | None) -> Generator[None, None, Any]:
     """Run a chunk with its cuts on `tape`, yielding while a communication is in flight.
 
-    Without a tape (evaluation) nothing is cut. Returns the chunk's output, detached: its gradient
-    goes through the tape. Counts are waited for with the turn kept: a layer's forward would yield
-    more often than its backward, and the two drift apart.
+    Without a tape (evaluation) nothing is cut. Returns the chunk's output, detached. Counts are
+    waited for with the turn kept: a forward that yields more often than a backward drifts apart.
     """
     value = None
     while True:
@@ -267,15 +262,12 @@ def pair(first: Generator | None, second: Generator | None) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Action:
-    """Forward `f`, backward `b` (both: overlapped) or weight gradients `w` of (chunk, micro-batch).
-
-    `hold` leaves the weight gradients of `b` to a later `w`.
-    """
+    """Forward `f`, backward `b` (or both), weight gradients `w`, each of (chunk, micro-batch)."""
 
     f: tuple[int, int] | None = None
     b: tuple[int, int] | None = None
     w: tuple[int, int] | None = None
-    hold: bool = False
+    hold: bool = False  # the weight gradients of `b` are left to a later `w`
     phase: int = 0
 
     def __str__(self) -> str:
@@ -284,7 +276,7 @@ class Action:
 
 
 def plain(micro_batches: int) -> Iterator[Action]:
-    """One chunk and nothing to overlap: each micro-batch forward, then backward."""
+    """One chunk, nothing to overlap: each micro-batch forward, then backward."""
     for m in range(micro_batches):
         yield Action(f=(0, m))
         yield Action(b=(0, m))
@@ -342,15 +334,6 @@ def schedule(pp: int, rank: int, micro_batches: int) -> Iterator[Action]:
         yield act(7, b=0, hold=True)
     while held:  # 8: what is left of them
         yield Action(w=held.popleft(), phase=8)
-
-
-def transfers(pp: int, rank: int, micro_batches: int, train: bool, down: bool) -> Iterator[tuple]:
-    """What `rank` sends to the next rank (`down`) or the one before: ("f" or "b", chunk, m), ..."""
-    for action in schedule(pp, rank, micro_batches):
-        if action.f and action.f[0] == (0 if down else 1):
-            yield "f", *action.f
-        if train and action.b and action.b[0] == (1 if down else 0):
-            yield "b", *action.b
 
 
 # ---- Executor

@@ -402,8 +402,7 @@ def _unify(config, key, other):
 
 def check_sizes(config: dict, source: str | Path, counts: Iterable[str]) -> None:
     """Raises ValueError naming the keys of `counts` that are missing or no integers from 1."""
-    bad = [key for key in counts if not (type(config.get(key)) is int and config[key] > 0)]
-    if bad:
+    if bad := [key for key in counts if type(config.get(key)) is not int or config[key] < 1]:
         said = ", ".join(f"{key} {config.get(key)!r}" for key in bad)
         raise ValueError(f"{source}: must be integers from 1: {said}")
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.config import Run
-from common.dualpipev import transfers
+from common.dualpipev import schedule
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,15 @@ def seeded(device: torch.device, *key: Any) -> torch.Generator:
     """A generator that depends on `key` alone: the step uses no global random state."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def transfers(pp: int, rank: int, micro_batches: int, train: bool, down: bool) -> Iterator[tuple]:
+    """What `rank` sends to the next rank (`down`) or the one before: ("f" or "b", chunk, m), ..."""
+    for action in schedule(pp, rank, micro_batches):
+        if action.f and action.f[0] == (0 if down else 1):
+            yield "f", *action.f
+        if train and action.b and action.b[0] == (1 if down else 0):
+            yield "b", *action.b
 
 
 class Pipe:

@@ -14,11 +14,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = {
     "dropped normaliser": (
-        "train_qwen3_moe.py", "loss_grad = count.clamp(min=1).reciprocal()", "loss_grad = torch.ones_like(count)",
+        "train_qwen3_moe.py", "loss_grad = count.clamp(min=1).reciprocal()",
+        "loss_grad = torch.ones_like(count)",
         "tests/test_training.py::test_mean_over_tokens_not_over_micro_batches",
     ),
     "top-k weights not renormalised": (
-        "train_qwen3_moe.py", "logits_NE.gather(-1, ids_NK).softmax(-1)", "probs_NE.gather(-1, ids_NK)",
+        "train_qwen3_moe.py", "logits_NE.gather(-1, ids_NK).softmax(-1)",
+        "probs_NE.gather(-1, ids_NK)",
         "tests/test_qwen3_moe.py",
     ),
     "wrong rope pairing": (

@@ -52,7 +52,6 @@ def trainer(run, mesh):
     loader = script.Loader(("stdlib",), run.seq_len, model.vocab_size, run.seed)
     return script.Trainer(
         model, run, mesh, chunks, script.build_optimizer(chunks, run, mesh), loader,
-        script.build_pipe(model, run, mesh, chunks),
     )  # fmt: skip
 
 
