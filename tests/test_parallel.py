@@ -12,6 +12,7 @@ import train_qwen3_moe as script
 from common import checkpoint, hf
 from common.mesh import build as build_mesh
 from tests import pool
+from tests.test_training import documents
 
 MODEL = dataclasses.replace(
     script.TINY, hidden_size=32, head_dim=12, num_hidden_layers=4, moe_intermediate_size=20,
@@ -49,7 +50,7 @@ def trainer(run, mesh):
     """What main builds, of a small model."""
     model = dataclasses.replace(MODEL, num_hidden_layers=run.layers or 4)
     chunks = script.build(model, run, mesh)
-    loader = script.Loader(("stdlib",), run.seq_len, model.vocab_size, run.seed)
+    loader = script.Loader(run.data, run.seq_len, model.vocab_size, run.seed)
     return script.Trainer(
         model, run, mesh, chunks, script.build_optimizer(chunks, run, mesh), loader,
     )  # fmt: skip
@@ -147,6 +148,21 @@ def test_the_same_run_twice_gives_the_same_bits():
         assert [r["loss"] for r in a[0]] == [r["loss"] for r in b[0]]
         for (name, kind, at, x), (_, _, also_at, y) in zip(a[2], b[2], strict=True):
             assert at == also_at and torch.equal(x, y), (name, kind)
+
+
+@pytest.mark.parametrize("layout", ["cp2", "cp4", "pp2 cp2"])
+def test_isolated_documents_in_context_parallel(layout, tmp_path):
+    """Case 29, and the balance of routed slots, with documents that begin inside blocks."""
+    documents(tmp_path / "d", samples=64, seq_len=16)
+    world, axes = LAYOUTS[layout]
+    flags = dict(data=(str(tmp_path / "d"),), isolate_documents=True, clip=0.0)
+    records, first, _, _ = train(0, 1, flags)
+    plain = train(0, 1, {**flags, "isolate_documents": False})[0]
+    assert records[0]["loss"] != plain[0]["loss"]
+    ranks = pool.run(world, train, {**axes, **flags})
+    for a, b in zip(ranks[0][0], records, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-11)
+    close(whole([r[1] for r in ranks]), whole([first]), 1e-12)
 
 
 def train_to_rank_0(rank, world, flags):

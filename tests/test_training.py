@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from transformers import AutoModelForCausalLM
 import train_qwen3_moe as script
 from common import checkpoint, hf
 from common.config import to_json
-from common.dualpipev import drive, run
+from common.dualpipev import Tape, backward, drive, forward, pair, run
 from common.mesh import build as build_mesh
 from common.mesh import spread_layers
-from tests.oracle import randomise
+from common.optim import decays
+from common.tokens import write_tokens
+from tests.oracle import randomise, relative
 from tests.test_qwen3_moe import ODD, a_trainer, data, ours, run_config, table_of
 
 CPU = torch.device("cpu")
@@ -83,10 +86,14 @@ def test_run_logs_evaluates_saves_and_transformers_loads_it(small, tmp_path, cap
 
 
 @pytest.mark.parametrize("flags", [
-    [], ["--optimizer", "muon", "--bias-update-rate", "0.01", "--schedule", "cosine"],
+    "", "--optimizer muon --bias-update-rate 0.01 --schedule cosine",
+    "--force-balance random --moments bf16", "--data DOCUMENTS --isolate-documents",
 ])  # fmt: skip
 def test_resumed_run_is_bit_equal(small, tmp_path, flags):
-    flags = [*flags, "--warmup", 5, "--save-every", 3]  # resumes in mid-warm-up
+    """Case 24: loss, rate, data, moments; in mid-warm-up, and where an epoch ends (12 samples)."""
+    documents(tmp_path / "documents", samples=12 + 1)
+    flags = flags.replace("DOCUMENTS", str(tmp_path / "documents")).split()
+    flags += ["--warmup", 5, "--save-every", 3]  # step 3 ends the epoch of 12 samples
     main("--out", tmp_path / "whole", *flags)
     main("--out", tmp_path / "parts", *flags)
     for late in (tmp_path / "parts").glob("step-*6"):
@@ -96,6 +103,53 @@ def test_resumed_run_is_bit_equal(small, tmp_path, flags):
     a, b = (checkpoint.latest(tmp_path / d) for d in ("whole", "parts"))
     for file in a.rglob("*.safetensors"):
         assert file.read_bytes() == (b / file.relative_to(a)).read_bytes(), file.name
+
+
+def documents(path, samples, seq_len=32):
+    """A token directory of that many samples, of documents of 1 to 20 bytes."""
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 256, (samples * seq_len + 1,), generator=g)
+    tokens[torch.randint(0, 20, tokens.shape, generator=g) == 0] = 256
+    meta = dict(vocab_size=257, tokenizer="bytes", eos_id=256, documents=int((tokens == 256).sum()))
+    write_tokens(path, tokens.numpy(), meta)
+
+
+def test_every_flag_of_the_step_reaches_it(small, tmp_path):
+    """Three steps against torch.optim.AdamW, clip_grad_norm_ and lr_at, with no flag at its
+    default; the order of samples, the schedule and what is kept follow their flags too."""
+    flags = dict(
+        seq_len=16, dtype="fp64", lr=1e-2, warmup=2, steps=4, schedule="linear", min_lr_ratio=0.3,
+        beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2, clip=0.5, seed=7, keep_last=1,
+        balance="none", save_every=1, sample_tokens=0,
+    )  # fmt: skip
+    text = [x for k, v in flags.items() for x in (f"--{k.replace('_', '-')}", str(v))]
+    main("--out", tmp_path, *text)
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000004"]
+
+    run_, model = run_config(**{**flags, "global_batch": 4, "micro_batch": 4}), SMALL
+    (chunk,) = script.build(model, run_, build_mesh(run_, CPU))
+    groups = [
+        dict(params=[p for n, p in chunk.named_parameters() if decays(n, p.shape) == yes],
+             weight_decay=0.2 if yes else 0.0)
+        for yes in (True, False)
+    ]  # fmt: skip
+    plain = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6)
+    loader = script.Loader(("stdlib",), 16, 257, seed=7)
+    for step, record in zip(range(1, 5), steps(tmp_path), strict=True):
+        plain.zero_grad()
+        loss = drive(chunk(None, script.Batch(*loader.read(loader.take(4))), None)) / 64
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(chunk.parameters(), 0.5)
+        for group in plain.param_groups:
+            group["lr"] = [None, 5e-3, 1e-2, 6.5e-3, 3e-3][step]
+        plain.step()
+        assert record["loss"] == pytest.approx(loss.item(), rel=1e-12)
+        assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-12)
+        assert record["lr"] == pytest.approx(plain.param_groups[0]["lr"], rel=1e-12)
+    saved = hf.Reader(tmp_path / "step-00000004")
+    for name, p in chunk.named_parameters():
+        for hf_name, view in script.hf_views(name, p.detach()):
+            torch.testing.assert_close(saved.read(hf_name), view, rtol=1e-11, atol=1e-13)
 
 
 def test_a_finished_run_is_not_trained_again_and_another_model_is_refused(small, tmp_path, capsys):
@@ -478,3 +532,115 @@ def test_gpu_deterministic_runs_are_bit_equal(small, tmp_path):
     finally:
         torch.use_deterministic_algorithms(False)
     assert steps(tmp_path / "a") == steps(tmp_path / "b")
+
+
+# ------------------------------------------------------------------------------------------------
+# Documents, recomputation, z-loss
+# ------------------------------------------------------------------------------------------------
+
+
+def test_documents_do_not_see_each_other(tmp_path):
+    """Case 29: another document 1, the same logits in document 2; boundary targets are ignored."""
+    cfg = run_config(isolate_documents=True, seq_len=12, global_batch=2)
+    (chunk,) = ours(ODD, cfg)
+    tokens = torch.randint(0, 60, (2, 12))
+    tokens[:, 4] = 70  # the end of document 1, and a part of it
+    other = tokens.clone()
+    other[:, :4] = (other[:, :4] + 1) % 60
+    logits = []
+    for ids in (tokens, other):
+        targets, positions, cu_seqlens = script.isolate(ids, ids.roll(-1, 1), [70, 70])
+        assert (targets[:, 4] == script.IGNORE).all() and (targets[:, 5:] >= 0).all()
+        assert positions[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]
+        batch = script.Batch(ids, None, positions, cu_seqlens)
+        logits.append(drive(chunk(None, batch, None)).detach())
+    torch.testing.assert_close(logits[0][:, 5:], logits[1][:, 5:], rtol=1e-12, atol=1e-12)
+    assert not torch.equal(logits[0][:, 4], logits[1][:, 4])
+    alone = drive(chunk(None, script.Batch(tokens[:, 5:]), None)).detach()
+    torch.testing.assert_close(logits[0][:, 5:], alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute,again", [("none", 0), ("experts", 1), ("layer", 2)])
+def test_recompute_runs_what_it_names_again(recompute, again, monkeypatch):
+    calls = []
+    for name in ("attend_and_route", "mlp_experts"):
+        plain = getattr(script.Layer, name)
+
+        def counted(self, *args, name=name, plain=plain):
+            calls.append(name)
+            return plain(self, *args)
+
+        monkeypatch.setattr(script.Layer, name, counted)
+    (chunk,) = ours(ODD, run_config(recompute=recompute))
+    run([chunk], [data()], ONE)
+    assert calls.count("mlp_experts") == 3 * (1 + (again > 0))
+    assert calls.count("attend_and_route") == 3 * (1 + (again > 1))
+
+
+def test_weight_gradients_are_not_put_aside_for_nothing():
+    """Without an exchange to hide and a bubble to fill they only keep their operands alive."""
+    (chunk,) = ours(ODD, run_config())
+    tape, waiting = Tape(), []
+    put_aside = tape.defer
+
+    def defer(compute):
+        put_aside(compute)
+        waiting.append(len(tape.deferred))
+
+    pair(forward(chunk(None, data(), defer), tape), None)
+    pair(backward(tape, ONE), None)
+    assert waiting == [0, 0, 0]
+
+
+def test_z_loss_is_the_mean_square_of_the_log_sum():
+    cfg = run_config(balance="none", z_loss_coef=0.3)
+    (chunk,) = ours(ODD, cfg)
+    gate = chunk.model.layers["0"].mlp.gate
+    tokens = torch.randn(48, 64, dtype=torch.float64)
+    aux = gate(tokens, 2, chunk.state[0], None)[2]
+    want = 0.3 * (tokens @ gate.weight.T).exp().sum(-1).log().square().mean()
+    assert relative(aux.detach(), want.detach()) < 1e-12
+
+
+def test_eval_only_leaves_the_run_as_it_is(small, tmp_path):
+    main("--out", tmp_path, "--steps", 4, "--save-every", 2)
+    shutil.rmtree(tmp_path / "step-00000004")
+    before = {p: p.read_bytes() for p in tmp_path.glob("*.json*")}
+    main("--out", tmp_path, "--eval-only")
+    assert {p: p.read_bytes() for p in tmp_path.glob("*.json*")} == before
+    with pytest.raises(SystemExit, match="--eval-only: no checkpoint in --out .*nowhere"):
+        main("--out", tmp_path / "nowhere", "--eval-only")
+
+
+def test_fewer_layers_of_a_published_model(small, tmp_path):
+    main("--out", tmp_path / "a", "--steps", 1, "--save-every", 1)
+    source = tmp_path / "a" / "step-00000001"
+    main("--out", tmp_path / "b", "--init-from", source, "--layers", 1, "--steps", 1)
+    with pytest.raises(SystemExit, match="does not fit the model: .* missing"):
+        main("--out", tmp_path / "c", "--init-from", source, "--layers", 3)
+
+
+def test_configs_that_cannot_be_are_named(tmp_path):
+    base = script.hf_config(ODD, "fp32")
+    for change, said in (
+        (dict(num_hidden_layers=0), "integers from 1: num_hidden_layers 0"),
+        (dict(num_experts="8"), "num_experts '8'"), (dict(decoder_sparse_step=0), "_step 0"),
+        (dict(norm_topk_prob=None), "norm_topk_prob and rope_theta must be given"),
+        (dict(rope_theta=None), "norm_topk_prob and rope_theta must be given"),
+        (dict(moe_intermediate_size=None), "moe_intermediate_size None"),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps({**base, **change}))
+        with pytest.raises(ValueError, match=said):
+            script.model_of(run_config(model_config=tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({**base, "head_dim": None}))
+    assert script.model_of(run_config(model_config=tmp_path)).head_dim == 64 // 4
+
+
+def test_bad_token_in_mid_run_is_one_line(small, tmp_path):
+    documents(tmp_path / "d", samples=13)
+    shard = tmp_path / "d" / "00000.bin"
+    ids = bytearray(shard.read_bytes())
+    ids[200:202] = b"\xff\xff"
+    shard.write_bytes(ids)
+    with pytest.raises(SystemExit, match="token 65535 at offset 100"):
+        main("--out", tmp_path / "o", "--data", tmp_path / "d", "--steps", 4)

@@ -1,0 +1,368 @@
+"""Runs as users start them: torchrun, signals, dead ranks, full disks, bad command lines, wandb.
+
+Processes are started where the process is the point; what only follows up (resuming what one of
+them left, say) calls `main` here.
+"""
+
+import gc
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_qwen3_moe as script
+from common import checkpoint
+from common.mesh import build as build_mesh
+from common.tokens import write_tokens
+from tests import pool, test_parallel
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "train_qwen3_moe.py"
+# A step takes a tenth of a second; its learning rate does not depend on --steps.
+SMALL = (
+    "--seq-len 16 --micro-batch 1 --global-batch 8 --layers 4 --schedule constant --warmup 0 "
+    "--eval-every 0 --sample-tokens 0 --keep-last 9"
+).split()
+
+
+class Job:
+    """A run in processes of its own, started like a user's; `world` 0: without torchrun."""
+
+    def __init__(self, folder, world, *flags, program=SCRIPT, env=(), **popen):
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world)] if world else []
+        folder.mkdir(exist_ok=True)
+        self.files = [folder / "stdout", folder / "stderr"]
+        command = [sys.executable, *launcher, program, *SMALL, *flags]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **dict(env)}
+        with open(self.files[0], "w") as out, open(self.files[1], "w") as err:
+            self.process = subprocess.Popen(
+                [str(part) for part in command], cwd=ROOT, env=env, stdout=out, stderr=err, **popen
+            )
+
+    @property
+    def out(self):
+        return self.files[0].read_text()
+
+    @property
+    def err(self):
+        return self.files[1].read_text()
+
+    def wait_for(self, text, seconds=60):
+        """Until it prints `text`."""
+        deadline = time.monotonic() + seconds
+        while text not in self.out:
+            assert self.process.poll() is None, f"ended without {text!r}: {self.out}{self.err}"
+            assert time.monotonic() < deadline, f"no {text!r} in {seconds} s: {self.out}{self.err}"
+            time.sleep(0.02)
+
+    def ends(self, seconds=60):
+        """Its exit status, within `seconds`."""
+        return self.process.wait(seconds)
+
+    def kill(self):
+        """Whatever is left of it; workers of torchrun have sessions of their own."""
+        if self.process.poll() is None:
+            for pid in children(self.process.pid):
+                os.kill(pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.wait()
+
+
+def children(pid):
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(world, *flags, ...) → Job. Nothing of it outlives the test."""
+    jobs = []
+
+    def begin(world, *flags, **more):
+        jobs.append(Job(tmp_path / f"job{len(jobs)}", world, *flags, **more))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.kill()
+
+
+def main(*flags):
+    script.main([*SMALL, *map(str, flags)])
+
+
+def losses(out):
+    """Losses by step. A step that stands in the file twice, or a gap, is an error."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [r["step"] for r in records if "loss" in r]
+    assert steps == list(range(1, len(steps) + 1)), steps
+    return {r["step"]: r["loss"] for r in records if "loss" in r}
+
+
+def saved_steps(out):
+    return sorted(int(path.name[5:]) for path in out.glob("step-*"))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A run of one process: 8 steps, a checkpoint every two, evaluated after 2 and 4."""
+    out = tmp_path_factory.mktemp("one")
+    main("--out", out, "--steps", 4, "--save-every", 2, "--eval-every", 2, "--eval-batches", 1)
+    main("--out", out, "--steps", 8, "--save-every", 2)
+    assert saved_steps(out) == [2, 4, 6, 8]
+    return out
+
+
+def begin_from(one, step, out):
+    """As if that run had been stopped after `step`."""
+    shutil.copytree(one / f"step-{step:08d}", out / f"step-{step:08d}")
+    shutil.copy(one / "metrics.jsonl", out)
+
+
+def same_losses(out, one, upto):
+    got, want = losses(out), losses(one)
+    assert len(got) >= upto
+    for step in range(1, upto + 1):
+        assert got[step] == pytest.approx(want[step], abs=1e-4), step
+
+
+# ------------------------------------------------------------------------------------------------
+# Several processes
+# ------------------------------------------------------------------------------------------------
+
+
+def test_four_processes_train_like_one_and_one_goes_on(start, one, tmp_path):
+    out = tmp_path / "run"
+    evaluate = ("--eval-every", 2, "--eval-batches", 1)
+    job = start(
+        4, *"--pp 2 --ep 2 --steps 4 --save-every 2 --sample-tokens 3".split(), *evaluate,
+        "--out", out,
+    )  # fmt: skip
+    assert job.ends() == 0, job.err
+    lines = job.out.splitlines()
+    assert len(lines) == len(set(lines)) == 10, job.out  # each by rank 0 only
+    for begin in ("train_qwen3_moe tiny:", *(f"step {n}/4 |" for n in (1, 2, 3, 4)),
+                  "saved step 2", "saved step 4", "no sample"):  # fmt: skip
+        assert sum(line.startswith(begin) for line in lines) == 1, (begin, job.out)
+    assert sum(line.startswith("eval loss") for line in lines) == 2 and "4 x cpu" in lines[0]
+    evaluated = [
+        [r["eval_loss"] for r in map(json.loads, open(d / "metrics.jsonl")) if "eval_loss" in r]
+        for d in (out, one)
+    ]
+    assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-4) and len(evaluated[0]) == 2
+    main("--out", out, "--steps", 6, "--save-every", 0)
+    same_losses(out, one, 6)
+
+
+def test_two_processes_go_on_from_one_hold_the_directory_and_stop_on_sigterm(
+    start, one, tmp_path, capsys
+):
+    out = tmp_path / "run"
+    begin_from(one, 2, out)
+    job = start(2, *"--pp 2 --steps 1000 --save-every 0".split(), "--out", out)
+    job.wait_for("step 7/1000")
+    with pytest.raises(SystemExit) as refused:  # case 4: the directory is in use
+        main("--out", out, "--steps", 1000)
+    (pid,) = re.findall(r"in use by process (\d+) on ", str(refused.value))
+    assert int(pid) in children(job.process.pid) and "\n" not in str(refused.value)
+
+    job.process.send_signal(signal.SIGTERM)  # torchrun passes it on to both
+    assert job.ends() != 0  # torchrun's own status
+    lines = job.out.splitlines()
+    last = max(losses(out))
+    assert sum("resumed" in line for line in lines) == 1 and saved_steps(out) == [2, last]
+    for begin in (f"stopped by SIGTERM after step {last}", f"saved step {last} "):
+        assert sum(line.startswith(begin) for line in lines) == 1, job.out
+    assert [line.split("/")[0] for line in lines if line.startswith("step ")] == [
+        f"step {n}" for n in range(3, last + 1)
+    ]
+    same_losses(out, one, 7)
+    capsys.readouterr()
+    main("--out", out, "--steps", last + 1)
+    assert f"step {last + 1}/{last + 1} |" in capsys.readouterr().out
+    assert len(losses(out)) == last + 1
+
+
+# A program that plants a fault and then runs the script, as every rank does.
+PLANTED = """
+import os, sys
+sys.path.insert(0, {root!r})
+import train_qwen3_moe as script
+from torch.distributed.elastic.multiprocessing.errors import record
+
+def broken(trainer, step, *args, plain=script.train_step):
+    if step == 2 and os.environ["RANK"] == "1":
+        raise RuntimeError("planted on rank 1 at step 2")
+    return plain(trainer, step, *args)
+
+script.train_step = broken
+record(script.main)()
+"""
+
+
+def test_an_exception_on_one_rank_ends_the_job_and_is_shown(start, tmp_path):
+    """Case 30."""
+    program = tmp_path / "planted.py"
+    program.write_text(PLANTED.format(root=str(ROOT)))
+    flags = "--pp 2 --steps 1000 --save-every 1 --out".split()
+    job = start(2, *flags, tmp_path / "run", program=program)
+    job.wait_for("step 1/1000")
+    began = time.monotonic()
+    assert job.ends(60) not in (0, None) and time.monotonic() - began < 60
+    assert "RuntimeError: planted on rank 1 at step 2" in job.err and "in broken" in job.err
+    root_cause = job.err.split("Root Cause")[1]  # torchrun's summary
+    assert "rank      : 1 " in root_cause and "planted on rank 1 at step 2" in root_cause
+    assert "step 2/1000" not in job.out
+
+
+def test_a_killed_rank_ends_the_job_and_the_run_goes_on_from_its_checkpoint(start, one, tmp_path):
+    """Cases 25 and 30; half a line in metrics.jsonl, as a kill in mid-write leaves it."""
+    out = tmp_path / "run"
+    job = start(2, *"--ep 2 --steps 1000 --save-every 3".split(), "--out", out)
+    job.wait_for("saved step 3 ")
+    job.wait_for("step 5/1000")
+    (pid,) = re.findall(r"process (\d+) on", (out / ".lock").read_text())  # rank 0
+    assert int(pid) in children(job.process.pid)
+    os.kill(int(pid), signal.SIGKILL)
+    assert job.ends(60) not in (0, None) and "SIGKILL" in job.err
+
+    whole = (out / "metrics.jsonl").read_bytes()
+    (out / "metrics.jsonl").write_bytes(whole[:-20] if whole.endswith(b"\n") else whole)
+    found = checkpoint.latest(out)
+    step = int(found.name[5:])
+    assert step >= 3 and step % 3 == 0
+    main("--out", out, "--steps", step + 4, "--save-every", 0)
+    assert len(losses(out)) == step + 4
+    same_losses(out, one, 7)
+
+
+# ------------------------------------------------------------------------------------------------
+# One process
+# ------------------------------------------------------------------------------------------------
+
+
+def test_signals_end_a_run_after_a_saved_step_and_it_goes_on_at_the_next(start, tmp_path):
+    """SIGTERM, then Ctrl-C in the run that resumes; meanwhile the directory is taken."""
+    out = tmp_path / "run"
+    flags = (*"--steps 1000 --save-every 0".split(), "--out", out)
+    first = 1
+    for name in ("SIGTERM", "SIGINT"):
+        job = start(0, *flags)
+        job.wait_for(f"step {first + 1}/1000")
+        if name == "SIGTERM":
+            second = start(0, *flags)
+            assert second.ends() == 1 and second.out == ""
+            said = f"error: {out} is in use by process {job.process.pid} on "
+            assert second.err.startswith(said) and second.err.count("\n") == 1, second.err
+        job.process.send_signal(signal.Signals[name])
+        assert job.ends() == 0 and job.err == "", job.err
+        last = max(losses(out))
+        assert f"stopped by {name} after step {last}\n" in job.out
+        assert f"saved step {last} " in job.out and last in saved_steps(out)
+        assert re.findall(r"^step (\d+)/", job.out, re.M)[0] == str(first)
+        first = last + 1
+
+
+def test_a_full_disk_costs_the_checkpoint_not_the_run(start, one, tmp_path):
+    """The file size limit stands for the disk: writes beyond it fail, in the checkpoint only."""
+    out = tmp_path / "run"
+    begin_from(one, 2, out)
+    older = {p: p.read_bytes() for p in (out / "step-00000002").rglob("*") if p.is_file()}
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+    flags = "--steps 5 --save-every 1 --keep-last 1 --out".split()
+    job = start(0, *flags, out, preexec_fn=limit)
+    assert job.ends() == 1
+    assert job.err == "error: the last checkpoint could not be written\n"
+    for step in (3, 4, 5):
+        (line,) = re.findall(f"^could not save step {step}: .*", job.out, re.M)
+        assert "File too large" in line and "step-00000002 is intact" in line
+    assert "step 5/5" in job.out
+    assert saved_steps(out) == [2] and checkpoint.latest(out).name == "step-00000002"
+    assert all(path.read_bytes() == content for path, content in older.items())
+    assert not list(out.glob(".tmp*"))
+    same_losses(out, one, 5)
+
+
+def test_wandb_offline_and_a_resumed_run_keeps_its_id(start, tmp_path):
+    out = tmp_path / "run"
+    env = dict(WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true")
+    for steps in (2, 4):
+        job = start(0, "--steps", steps, "--wandb", "tests", "--out", out, env=env)
+        assert job.ends() == 0, job.err
+        assert "wandb failed" not in job.out and f"step {steps}/{steps}" in job.out
+    files = sorted(tmp_path.rglob("run-*.wandb"))
+    name = (out / "wandb-id").read_text().strip()
+    assert len(files) == 2 and {file.name for file in files} == {f"run-{name}.wandb"}
+    assert all(file.stat().st_size > 0 for file in files) and len(losses(out)) == 4
+
+
+# ------------------------------------------------------------------------------------------------
+# Command lines
+# ------------------------------------------------------------------------------------------------
+
+
+def test_bad_command_lines_end_at_once_without_a_traceback(start, tmp_path):
+    """Case 27. The world is torchrun's variable alone: a process group could not be made."""
+    ids = np.arange(40_000) % 250
+    ids[20_000] = 256
+    write_tokens(tmp_path / "bad", ids, dict(vocab_size=257, tokenizer=None, eos_id=None))
+    meta = json.loads((tmp_path / "bad" / "meta.json").read_text())
+    (tmp_path / "bad" / "meta.json").write_text(json.dumps(meta | {"vocab_size": 256}))
+    bad = f"--data {tmp_path / 'bad'} --global-batch 512 --steps 100"
+    lines = {
+        "--stesp 3": (1, 2, "--stesp"),
+        "--pp 3": (2, 1, "--pp 3 --cp 1: pp * cp = 3 does not divide the 2 ranks; it can be 1, 2"),
+        "--micro-batch 3": (1, 1, "--global-batch 8: not a multiple of .*; use 6 or 9"),
+        "--global-batch 9 --ep 3": (3, 1, "--ep 3 does not divide num_experts 8; use one of"),
+        bad: (1, 1, "token 256 at offset 20000 .* is not below the vocabulary 256"),
+    }
+    jobs = {}
+    for i, (flags, (world, _, _)) in enumerate(lines.items()):
+        env = dict(WORLD_SIZE=str(world), RANK="0", LOCAL_RANK="0")
+        jobs[flags] = start(0, *flags.split(), "--out", tmp_path / f"out{i}", env=env)
+    for i, (flags, (_, status, said)) in enumerate(lines.items()):
+        job = jobs[flags]
+        assert job.ends() == status and "Traceback" not in job.err, (flags, job.err)
+        assert re.search(said.replace("*", r"\*") if "pp *" in said else said, job.err), job.err
+        if flags != "--stesp 3":  # tyro frames its message
+            assert job.err.startswith("error: ") and job.err.count("\n") == 1, job.err
+        assert (tmp_path / f"out{i}").exists() == (flags == bad)  # refused before anything is made
+
+
+# ------------------------------------------------------------------------------------------------
+# Memory
+# ------------------------------------------------------------------------------------------------
+
+
+def memory(rank, world, axes, counted=(50, 200)):
+    """(tensors alive, resident bytes) after each of the counted steps of a very small model."""
+    run = test_parallel.config(dtype="fp32", global_batch=4, seq_len=8, **axes)
+    t = test_parallel.trainer(run, build_mesh(run, torch.device("cpu")))
+    found = []
+    for step in range(1, counted[-1] + 1):
+        script.train_step(t, step)
+        if step in counted:
+            t.batches.close()
+            gc.collect()
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            tensors = sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+            found.append((tensors, pages * os.sysconf("SC_PAGE_SIZE")))
+    return found
+
+
+@pytest.mark.parametrize("axes", [{}, dict(pp=2)])
+def test_memory_does_not_grow_with_the_steps(axes):
+    """Tapes, held weight gradients, transfers and batches are gone when a step ends."""
+    ranks = pool.run(2, memory, axes) if axes else [memory(0, 1, axes)]
+    for (tensors, resident), (later_tensors, later_resident) in ranks:
+        assert later_tensors == tensors
+        assert later_resident - resident < max(0.02 * resident, 4 * 2**20)
