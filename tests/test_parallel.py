@@ -39,7 +39,8 @@ LAYOUTS = {
 
 def config(**flags):
     defaults = dict(
-        dtype="fp64", compile=False, seq_len=16, micro_batch=1, global_batch=16, steps=3, lr=1e-2,
+        dtype="fp64", compile=False, seq_len=16, micro_batch=1, global_batch=8, steps=3, lr=1e-2,
+        eval_batches=1,
         eps=1e-5, balance="sequence", balance_coef=0.1, z_loss_coef=1e-3,
     )  # fmt: skip
     run = script.Config(**{**defaults, **flags})
