@@ -42,7 +42,7 @@ from common.data import IGNORE, Loader, Prefetch, batch_map, isolate
 from common.dualpipev import Counts, Defer, Exchange, Route, Steps
 from common.dualpipev import run as run_schedule
 from common.log import Log, Profiler, Stop, figures
-from common.mesh import Mesh, Pipe, seeded, spread_layers, start, world_size
+from common.mesh import Mesh, Pipe, from_rank_0, seeded, spread_layers, start, world_size
 from common.optim import Optimizer, build_buckets
 from common.rundir import lock
 from common.tokens import DataError, decoder, encoder, parse_spec
@@ -749,7 +749,8 @@ class Trainer:
     def __post_init__(self):
         run, mesh = self.run, self.mesh
         self.batches = Prefetch(self.loader, partial(read_batches, self.loader, run, mesh))
-        self.saver = Saver(run.out, keep_last=run.keep_last, rank=mesh.rank, world=mesh.world)
+        ranks = dict(rank=mesh.rank, world=mesh.world, timeout_s=run.timeout / 2)
+        self.saver = Saver(run.out, keep_last=run.keep_last, **ranks)
         self.pipe = None  # of hidden states, where there is more than one chunk
         if len(self.chunks) > 1:
             shape = run.micro_batch, run.seq_len // mesh.cp, self.model.hidden_size
@@ -957,7 +958,7 @@ def set_up(run: Config) -> tuple[Trainer, Log, int]:
     if (run.eval_every or run.eval_only) and not loader.heldout(1):
         raise ValueError(f"--data {' '.join(run.data)}: too little to hold a sequence out for "
                          f"evaluation; use more, or --eval-every 0")  # fmt: skip
-    found = checkpoint.latest(run.out)
+    found = from_rank_0(checkpoint.latest(run.out))
     if run.eval_only and found is None and run.init_from is None:
         raise ValueError(f"--eval-only: no checkpoint in --out {run.out}, and no --init-from")
     held = lock(run.out) if mesh.rank == 0 and not run.eval_only else None
@@ -977,8 +978,7 @@ def set_up(run: Config) -> tuple[Trainer, Log, int]:
 
 def announce(t: Trainer, log: Log, found: Path | None, step: int) -> None:
     """Say what runs, and what a user may not expect."""
-    run, active = t.run, active_parameters(t.model)
-    on = f"{t.mesh.world} x {t.mesh.device.type}"
+    run, active, on = t.run, active_parameters(t.model), f"{t.mesh.world} x {t.mesh.device.type}"
     log.say(f"{SCRIPT} {run.preset}: {active:,} active weights, {on}; data {t.loader.fingerprint}")
     bias = "the routing bias is kept in trainer/ only: Hugging Face's format has no place for it"
     for true, said in (
@@ -989,8 +989,8 @@ def announce(t: Trainer, log: Log, found: Path | None, step: int) -> None:
     ):
         if true and not run.eval_only:
             log.say(said)
-    for path, why in checkpoint.incomplete(run.out).items():
-        log.say(f"passed over {path}: {why}")
+    for skipped in checkpoint.incomplete(run.out).items():
+        log.say("passed over {}: {}".format(*skipped))
 
 
 def train(trainer: Trainer, log: Log, done: int) -> bool:

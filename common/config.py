@@ -81,7 +81,7 @@ class Run:
     compile: bool = True
     """torch.compile the segments between two exchanges."""
     recompute: Literal["none", "experts", "layer"] = "none"
-    """What is computed again in the backward to save memory; communication never is."""
+    """What the backward computes again to save memory; of communication only the ring of --cp."""
     deterministic: bool = False
     """Same inputs, same bits, on a GPU too (slower attention backward)."""
     timeout: int = 600

@@ -212,7 +212,7 @@ def backward(tape: Tape, grad: Tensor, hold: bool = False) -> Generator[None, No
 
     Weight gradients put aside are computed behind each launch, or stay on the tape if `hold`.
     """
-    edges, grads = tape.outputs, [grad]
+    edges, grads, tape.outputs = tape.outputs, [grad], []  # edges and `defer` would be a cycle
     tape.putting_aside = hold or bool(tape.cuts)
     while tape.cuts:
         cut = tape.cuts.pop()

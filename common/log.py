@@ -82,7 +82,8 @@ class Log:
     def close(self) -> None:
         """Close the file and finish the wandb run; safe to call twice."""
         if self._metrics is not None:
-            self._metrics.close()
+            with contextlib.suppress(OSError):  # said when it was written
+                self._metrics.close()
             self._metrics = None
         run, self._wandb = self._wandb, None
         if run is not None:
@@ -94,8 +95,11 @@ class Log:
     def _write(self, record: dict[str, Any]) -> None:
         record = _plain(record)
         if self._metrics is not None:
-            self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
-            self._metrics.flush()
+            try:
+                self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
+                self._metrics.flush()
+            except OSError as error:  # a full disk must not end the training; the next call retries
+                self.say(f"step {record['step']} is not in metrics.jsonl: {_one_line(error)}")
         if self._wandb is None:
             return
         try:

@@ -69,6 +69,14 @@ def expert_grid(world: int, pp: int, ep: int) -> Tensor:
     return torch.arange(world).view(pp, -1, ep)
 
 
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's value, on every rank: ranks that looked at a file system may have seen two."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
 def spread_layers(layers: int, n_chunks: int) -> list[range]:
     """Consecutive layers, evenly over chunks; inner chunks get the remainder: the outer two have
     the embedding and the head."""
@@ -119,6 +127,10 @@ def build(run: Run, device: torch.device) -> Mesh:
             made = None
             if len(row) > 1:
                 made = dist.new_group(row, timeout=timedelta(seconds=run.timeout))
+            if rank in row and made is not None:
+                # NCCL connects at a group's first use. Neighbours in a pipeline first use theirs
+                # in different orders, and would wait for each other for ever.
+                dist.all_reduce(torch.zeros((), device=device), group=made)
             mine = made if rank in row else mine
         return mine
 

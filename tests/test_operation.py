@@ -171,7 +171,7 @@ def test_two_processes_go_on_from_one_hold_the_directory_and_stop_on_sigterm(
     job = start(2, *"--pp 2 --steps 1000 --save-every 0".split(), "--out", out)
     job.wait_for("step 7/1000")
     with pytest.raises(SystemExit) as refused:  # case 4: the directory is in use
-        main("--out", out, "--steps", 1000)
+        main("--out", out, "--steps", 3)
     (pid,) = re.findall(r"in use by process (\d+) on ", str(refused.value))
     assert int(pid) in children(job.process.pid) and "\n" not in str(refused.value)
 
@@ -192,27 +192,27 @@ def test_two_processes_go_on_from_one_hold_the_directory_and_stop_on_sigterm(
     assert len(losses(out)) == last + 1
 
 
-# A program that plants a fault and then runs the script, as every rank does.
+# A program that plants a fault and then is the script, on every rank.
 PLANTED = """
-import os, sys
+import os, runpy, sys
 sys.path.insert(0, {root!r})
-import train_qwen3_moe as script
-from torch.distributed.elastic.multiprocessing.errors import record
+from common.optim import Optimizer
 
-def broken(trainer, step, *args, plain=script.train_step):
-    if step == 2 and os.environ["RANK"] == "1":
+def broken(self, lr, plain=Optimizer.step, calls=[]):
+    calls.append(lr)
+    if len(calls) == 2 and os.environ["RANK"] == "1":
         raise RuntimeError("planted on rank 1 at step 2")
-    return plain(trainer, step, *args)
+    return plain(self, lr)
 
-script.train_step = broken
-record(script.main)()
+Optimizer.step = broken
+runpy.run_path({script!r}, run_name="__main__")
 """
 
 
 def test_an_exception_on_one_rank_ends_the_job_and_is_shown(start, tmp_path):
     """Case 30."""
     program = tmp_path / "planted.py"
-    program.write_text(PLANTED.format(root=str(ROOT)))
+    program.write_text(PLANTED.format(root=str(ROOT), script=str(SCRIPT)))
     flags = "--pp 2 --steps 1000 --save-every 1 --out".split()
     job = start(2, *flags, tmp_path / "run", program=program)
     job.wait_for("step 1/1000")
@@ -261,7 +261,7 @@ def test_signals_end_a_run_after_a_saved_step_and_it_goes_on_at_the_next(start, 
         job = start(0, *flags, env=env)
         job.wait_for(f"step {first + 1}/1000")
         if name == "SIGTERM":
-            second = start(0, *flags)
+            second = start(0, "--steps", 2, "--out", out)
             assert second.ends() == 1 and second.out == ""
             said = f"error: {out} is in use by process {job.process.pid} on "
             assert second.err.startswith(said) and second.err.count("\n") == 1, second.err
