@@ -6,11 +6,15 @@ with act(g, u) = silu(g) ⊙ u, or GPT-OSS's clamped form. The weight comes befo
 projection, where rows are F wide instead of D, and so weighs its bias c too.
 Saved for backward: the rows, the routing weights and the pre-activation (S, 2F); the gathered
 rows and the activation are made again. Sums run in the plan's fixed order, no atomics.
-On a GPU in bf16 the products are F.grouped_mm; elsewhere a loop over the experts.
+In bf16 on GPUs from Hopper on, gathers, activation, weights, biases and the fp32 addition of weight
+gradients are inside Triton kernels (kernels/grouped.py, kernels/grouped_wgrad.py); on other GPUs
+the products are F.grouped_mm, elsewhere a loop over the experts.
 """
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -174,6 +178,120 @@ class _ExpertMLP(torch.autograd.Function):
         return drows_RD, dweights_RK, *[None] * 7
 
 
+# ------------------------------------------------------------------------------------------------
+# The same in Triton
+# ------------------------------------------------------------------------------------------------
+
+
+def _in_triton(rows_RD: Tensor, plan: Plan, width: int) -> bool:
+    """Whether the kernels can run; they are imported late, as not every machine has Triton."""
+    if rows_RD.dtype != torch.bfloat16 or rows_RD.shape[1] % 8 or width % 8:
+        return False  # descriptors want rows of 16 bytes
+    if not len(plan.order_S):
+        return False
+    if rows_RD.is_cuda:
+        return torch.cuda.get_device_capability(rows_RD.device) >= (9, 0)
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass
+class WeightGradients:
+    """A micro-batch's share of the gradients of `weights`, to be added when this is called.
+
+    part: rows (R, D), dh (S, 2F), dout (R, D), weighted activation (S, F), routing weights, plan.
+    """
+
+    weights: tuple[Tensor | None, ...]  # gate_up, down and their biases
+    part: tuple[Any, ...]
+
+    def __call__(self) -> None:
+        add_together([self])
+
+
+def add_together(waiting: Sequence[Callable[[], None]]) -> None:
+    """Call all that `expert_mlp` gave to `defer`, in order.
+
+    Those of the same experts make one product each, which reads and writes the sum only once:
+    worth it if experts get few rows a micro-batch.
+    """
+    groups: dict[int, list[Callable[[], None]]] = {}
+    for compute in waiting:
+        fused = isinstance(compute, WeightGradients)
+        groups.setdefault(id(compute.weights[0] if fused else compute), []).append(compute)
+    for group in groups.values():
+        if not isinstance(group[0], WeightGradients):
+            group[0]()
+            continue
+        weights = group[0].weights
+        kept = [getattr(w, "main_grad", None) for w in weights if w is not None]
+        inside = [k is not None and k.dtype == torch.float32 and k.is_contiguous() for k in kept]
+        sums = _weight_gradients([g.part for g in group], weights, kept if all(inside) else None)
+        if not all(inside):
+            for weight, total in zip(weights, sums, strict=False):
+                accumulate(weight, total.to(weight.dtype))
+
+
+def _weight_gradients(parts, weights, sums: list[Tensor] | None = None) -> list[Tensor]:
+    """The weights' gradients, fp32, added to `sums` if they are given."""
+    from kernels.grouped_wgrad import add_bias_gradient, add_gradient, merge
+
+    if sums is None:
+        sums = [torch.zeros_like(w, dtype=torch.float32) for w in weights if w is not None]
+    merged = merge(parts)
+    add_gradient(sums[0], merged.dh, merged.x, merged.offsets_E)
+    add_gradient(sums[1], merged.dy, merged.a, merged.offsets_E)
+    if len(sums) > 2:
+        add_bias_gradient(sums[2], merged.dh, None, merged.offsets_E)
+        add_bias_gradient(sums[3], merged.dy, merged.weights_S, merged.offsets_E)
+    return sums
+
+
+class _TritonExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_RD, weights_RK, gate_up, down, b_gate_up, b_down, plan, act, defer):
+        from kernels import grouped
+
+        rows_RD, weights_RK = rows_RD.contiguous(), weights_RK.float().contiguous()
+        slots, (experts, hidden, width) = len(plan.order_S), down.shape
+        cut = grouped.cut_for(experts, slots, hidden, width)
+        tiles = grouped.tiles_of(plan.offsets_E, slots, cut.block)
+        act = None if act == "swiglu" else (act.alpha, act.limit)
+        h_S2F, a_SF = grouped.up(rows_RD, weights_RK, gate_up, b_gate_up, plan, tiles, act, cut.up)
+        y_SD = grouped.product(
+            a_SF, down, plan, tiles, cut.down, out_first=True, weights_RK=weights_RK, bias_EO=b_down
+        )
+        ctx.save_for_backward(rows_RD, weights_RK, h_S2F)
+        ctx.weights = (gate_up, down, b_gate_up, b_down)
+        ctx.plan, ctx.tiles, ctx.cut, ctx.act, ctx.defer = plan, tiles, cut, act, defer
+        return grouped.sum_slots(y_SD, plan)
+
+    @staticmethod
+    def backward(ctx, dout_RD):
+        from kernels import grouped
+
+        rows_RD, weights_RK, h_S2F = ctx.saved_tensors
+        gate_up, down, _, b_down = ctx.weights
+        plan, tiles, cut = ctx.plan, ctx.tiles, ctx.cut
+        dout_RD = dout_RD.contiguous()
+        dh_S2F, a_SF, dweights_S = grouped.down_backward(
+            dout_RD, weights_RK, down, h_S2F, plan, tiles, ctx.act, cut.down_backward
+        )
+        if b_down is not None:
+            of_bias_RE = up(dout_RD) @ up(b_down).T
+            dweights_S += of_bias_RE[plan.rows_S, plan.experts_S.long()]
+        dx_SD = grouped.product(dh_S2F, gate_up, plan, tiles, cut.up_backward, out_first=False)
+        drows_RD = grouped.sum_slots(dx_SD, plan)
+        dweights_RK = torch.zeros_like(weights_RK)
+        dweights_RK.view(-1)[plan.order_S] = dweights_S
+        part = (rows_RD, dh_S2F, dout_RD, a_SF, weights_RK, plan)
+        if ctx.defer is None:
+            sums = _weight_gradients([part], ctx.weights)
+            grads = [total.to(w.dtype) for total, w in zip(sums, ctx.weights)] + [None, None]
+            return drows_RD, dweights_RK, *grads[:4], None, None, None
+        ctx.defer(WeightGradients(ctx.weights, part))
+        return drows_RD, dweights_RK, *[None] * 7
+
+
 def expert_mlp(
     rows_RD: Tensor,
     weights_RK: Tensor,
@@ -206,4 +324,6 @@ def expert_mlp(
             f"the weights for {experts}"
         )
     biases = biases or (None, None)
-    return _ExpertMLP.apply(rows_RD, weights_RK, gate_up, down, *biases, plan, activation, defer)
+    fused = _in_triton(rows_RD, plan, width // 2)
+    function = _TritonExpertMLP if fused else _ExpertMLP
+    return function.apply(rows_RD, weights_RK, gate_up, down, *biases, plan, activation, defer)

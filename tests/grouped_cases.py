@@ -1,0 +1,226 @@
+"""The experts' Triton kernels in the interpreter: `python -m tests.grouped_cases` prints JSON.
+
+A process of its own, as the interpreter must be chosen before kernels are imported. Blocks are
+small, so that small sizes have several tiles, and none divides a size.
+"""
+
+import json
+import traceback
+
+import torch
+
+BF16, ACCURACY = torch.bfloat16, 1e-4
+
+
+def small_blocks():
+    """Kernels with tiles of 16 slots and 16 to 32 columns."""
+    from kernels import grouped, grouped_wgrad
+
+    config, wide = grouped.Config(16, 16, 4, 2, group=2), grouped.Config(64, 32, 4, 2, group=3)
+    grouped.cut_for = lambda *shape: grouped.Cut(16, config, config, config, wide)
+    grouped_wgrad.WGRAD = grouped_wgrad.WgradConfig(32, 16, 16, 4, 2, group=2)
+    return grouped, grouped_wgrad
+
+
+def leaves(ids, E, D, width, biased, seed=0):
+    from tests.test_experts import make
+
+    rows, weights, gate_up, down, biases = make(ids, E, BF16, "cpu", biased, D, width, seed)
+    return [rows, weights, gate_up, down, *(biases or ())]
+
+
+def experts(function, args, ids, E, activation, dtype, slots=None, **kwargs):
+    """Output and gradients of `function` on copies of `args` in `dtype`."""
+    from kernels.dispatch import dispatch_plan
+
+    copies = [a.detach().to(torch.promote_types(a.dtype, dtype)).requires_grad_() for a in args]
+    plan = dispatch_plan(ids, E, slots)
+    biases = tuple(copies[4:]) or None
+    out = function(*copies[:4], plan, activation=activation, biases=biases, **kwargs)
+    generator = torch.Generator().manual_seed(1)
+    out.backward(torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype))
+    return [out.detach(), *(c.grad for c in copies)]
+
+
+def within_twice_eager(ids, E=6, D=40, width=24, biased=False, activation="swiglu", slots=None):
+    """Error against float64 next to that of the same formula in eager bf16; the same bits twice."""
+    from kernels.experts import expert_mlp, expert_mlp_ref
+
+    small_blocks()
+    args = leaves(ids, E, D, width, biased)
+    poison = [torch.full((len(ids) * ids.shape[1], n), float("nan"), dtype=BF16)
+              for n in (D, width, 2 * width) for _ in range(4)]  # fmt: skip
+    del poison
+    case = (args, ids, E, activation)
+    got, again = (experts(expert_mlp, *case, BF16, slots) for _ in range(2))
+    eager = experts(expert_mlp_ref, *case, BF16, slots)
+    exact = experts(expert_mlp_ref, *case, torch.float64, slots)
+    names = ("out", "rows", "weights", "gate_up", "down", "b_gate_up", "b_down")
+    for name, g, a, e, x in zip(names, got, again, eager, exact, strict=False):
+        assert torch.equal(g, a), f"{name} differs between two runs"
+        error, allowed = (g.double() - x).norm(), 2 * (e.double() - x).norm() + ACCURACY * x.norm()
+        assert error <= allowed, f"{name}: {error:.3e} > {allowed:.3e}"
+
+
+def clamped():
+    from kernels.experts import ClampedSwiGLU
+
+    return ClampedSwiGLU(1.702, 0.5)
+
+
+MIXED = torch.tensor([[3, 0], [0, 5], [5, 3], [1, 2], [3, 5], [2, 0], [0, 1]])
+
+
+def many(tokens=45, E=6, K=3):
+    ids = torch.rand(tokens, E, generator=torch.Generator().manual_seed(3)).topk(K).indices
+    return ids.masked_fill(ids == 4, 2)  # one expert empty, some rows twice in another
+
+
+def test_plain():
+    within_twice_eager(many())
+
+
+def test_one_token():
+    within_twice_eager(torch.tensor([[5, 2, 0]]))
+
+
+def test_one_expert_has_all():
+    within_twice_eager(torch.full((37, 1), 4), D=24, width=40)
+
+
+def test_blocks_divide():
+    within_twice_eager(torch.arange(64)[:, None] % 4, E=4, D=64, width=64)
+
+
+def test_biases():
+    within_twice_eager(many(), biased=True)
+
+
+def test_clamped_with_biases():
+    within_twice_eager(many(), biased=True, activation=clamped())
+
+
+def test_slots_elsewhere():
+    ids = many()
+    ids = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(5)) < 0.4, -1)
+    within_twice_eager(ids, slots=int((ids >= 0).sum()))
+
+
+def test_default_blocks():
+    """As on a GPU: every tile is mostly mask."""
+    from kernels import grouped
+
+    before = grouped.cut_for
+    small_blocks()
+    blocks, grouped.cut_for = grouped.cut_for, before
+    try:
+        args = leaves(MIXED, 6, 24, 40, False)
+        from kernels.dispatch import dispatch_plan
+        from kernels.experts import expert_mlp, expert_mlp_ref
+
+        plan = dispatch_plan(MIXED, 6)
+        with torch.no_grad():
+            got, want = expert_mlp(*args, plan), expert_mlp_ref(*args, plan)
+        assert (got.double() - want.double()).norm() < 1e-2 * want.double().norm()
+    finally:
+        grouped.cut_for = blocks
+
+
+def test_tiles():
+    grouped, _ = small_blocks()
+    for counts in ([0, 5, 0, 3], [0, 127, 129, 0], [16, 32, 1, 0, 0], [0, 0, 0], [70] * 5):
+        offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
+        tiles = grouped.tiles_of(offsets, sum(counts), 16)
+        want = [(e, int(offsets[e]) - n + i) for e, n in enumerate(counts) for i in range(0, n, 16)]
+        assert tiles.count.item() == len(want) <= len(tiles.table_T2)
+        assert [tuple(t) for t in tiles.table_T2[: len(want)].tolist()] == want
+
+
+def several(biased, activation, fp32_kept=True):
+    """Three micro-batches together equal each alone and the exact sum; empty groups untouched."""
+    from kernels.dispatch import dispatch_plan
+    from kernels.experts import add_together, expert_mlp, expert_mlp_ref
+
+    small_blocks()
+    batches = [many(45), torch.tensor([[5, 2, 0]]), many(20)[:, :2].contiguous()]
+    args = leaves(batches[0], 6, 40, 24, biased)
+    weights = args[2:]
+    gains = []
+    for together in (True, False):
+        waiting = []
+        for w in weights:
+            w.grad, w.main_grad = None, torch.full(w.shape, 0.25)
+            if not fp32_kept:
+                del w.main_grad
+        for i, ids in enumerate(batches):
+            rows, scores = leaves(ids, 6, 40, 24, biased, seed=i + 1)[:2]
+            out = expert_mlp(
+                rows, scores, *weights[:2], dispatch_plan(ids, 6), activation=activation,
+                biases=tuple(weights[2:]) or None, defer=waiting.append,
+            )  # fmt: skip
+            out.backward(torch.ones_like(out))
+        with torch.no_grad():
+            called = []
+            add_together([*waiting, lambda: called.append(1)]) if together else [w() for w in waiting]
+        assert not together or called == [1]
+        gains.append([w.main_grad - 0.25 if fp32_kept else w.grad.float() for w in weights])
+    exact = [w.detach().double().requires_grad_() for w in weights]
+    for i, ids in enumerate(batches):
+        rows, scores = (a.detach().double() for a in leaves(ids, 6, 40, 24, biased, seed=i + 1)[:2])
+        expert_mlp_ref(
+            rows, scores, *exact[:2], dispatch_plan(ids, 6), activation=activation,
+            biases=tuple(exact[2:]) or None,
+        ).sum().backward()  # fmt: skip
+    for one, other, x in zip(*gains, exact, strict=True):
+        assert (one.double() - x.grad).norm() < 1e-2 * x.grad.norm()
+        assert (one - other).norm() < (1e-5 if fp32_kept else 1e-2) * x.grad.norm()
+        assert not one[4].any()
+
+
+def test_several_micro_batches():
+    several(False, "swiglu")
+
+
+def test_several_with_biases():
+    several(True, clamped())
+
+
+def test_without_main_grad():
+    several(True, "swiglu", fp32_kept=False)
+
+
+def test_empty_groups_are_not_written():
+    """Also NaN stays where no row came, and rows beyond a group's end do not come in."""
+    grouped, wgrad = small_blocks()
+    offsets = torch.tensor([0, 5, 5, 8], dtype=torch.int32)
+    dy, x = torch.randn(8, 24).to(BF16), torch.randn(8, 40).to(BF16)
+    x[5:] = float("nan")
+    for config in ((32, 16, 16, 4, 2), (16, 32, 16, 4, 2, 8, 0, False, "first")):
+        dw = torch.full((4, 24, 40), 0.5)
+        dw[0] = float("nan")
+        at = torch.arange(8)
+        wgrad.add_gradient(
+            dw, wgrad.Rows(dy, at * 24, 24), wgrad.Rows(x, at * 40, 40), offsets,
+            wgrad.WgradConfig(*config),
+        )  # fmt: skip
+        assert dw[0].isnan().all() and (dw[2] == 0.5).all()
+        want = 0.5 + dy[:5].double().T @ x[:5].double()
+        torch.testing.assert_close(dw[1].double(), want, rtol=1e-5, atol=1e-5)
+
+
+CASES = [name for name in list(globals()) if name.startswith("test_")]
+
+
+if __name__ == "__main__":
+    import tests.interpreter  # noqa: F401
+
+    torch.set_num_threads(1)
+    results = {}
+    for name in CASES:
+        torch.manual_seed(0)
+        try:
+            globals()[name]()
+            results[name] = None
+        except Exception:
+            results[name] = traceback.format_exc()
+    print(json.dumps(results))
