@@ -6,6 +6,7 @@ small, so that small sizes have several tiles, and none divides a size.
 
 import json
 import traceback
+from functools import partial
 
 import torch
 
@@ -102,7 +103,9 @@ def test_clamped_with_biases():
 
 def test_slots_elsewhere():
     ids = many()
-    ids = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(5)) < 0.4, -1)
+    ids = ids.masked_fill(
+        torch.rand(ids.shape, generator=torch.Generator().manual_seed(5)) < 0.4, -1
+    )
     within_twice_eager(ids, slots=int((ids >= 0).sum()))
 
 
@@ -160,8 +163,10 @@ def several(biased, activation, fp32_kept=True):
             )  # fmt: skip
             out.backward(torch.ones_like(out))
         with torch.no_grad():
-            called = []
-            add_together([*waiting, lambda: called.append(1)]) if together else [w() for w in waiting]
+            called: list[int] = []
+            add_together([*waiting, partial(called.append, 1)]) if together else [
+                w() for w in waiting
+            ]
         assert not together or called == [1]
         gains.append([w.main_grad - 0.25 if fp32_kept else w.grad.float() for w in weights])
     exact = [w.detach().double().requires_grad_() for w in weights]
