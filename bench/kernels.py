@@ -9,14 +9,13 @@ share is of the rate of one dense 8192³ product, measured in the same run. A wi
 process of its own: what fails there leaves the others alone.
 """
 
+import argparse
 import os
 import subprocess
 import sys
 import time
-from typing import Annotated
 
 import torch
-import tyro
 from torch import Tensor
 
 from bench.experts import (
@@ -69,7 +68,7 @@ def candidates() -> dict[str, list[tuple[int, tuple]]]:
                 wgrad_down=wgrads)  # fmt: skip
 
 
-def attempts(o: Operands, names: tuple[str, ...] = ()):
+def attempts(o: Operands):
     """Every kernel with every config: (kernel, FLOPs, (block, config), function)."""
 
     plan, tried = o.case.plan, candidates()
@@ -112,12 +111,14 @@ def sweep(o: Operands, title: str, rate: float, wanted, until: float) -> None:
     sys.stdout.flush()
 
 
-def compile_part(width: Width, part: int, of: int) -> None:
+def compile_part(width: Width, wanted, part: int, of: int) -> None:
     """Compile a share of the configs, so that a later process finds them in the cache."""
     o = operands(make(width._replace(E=16), 64))
-    for name, _, config, function in list(attempts(o))[part::of]:
+    tried = [a for a in attempts(o) if not wanted or a[0] in wanted]
+    for name, _, config, function in tried[part::of]:
         try:
-            function()
+            with torch.no_grad():
+                function()
             torch.cuda.synchronize()
         except Exception as problem:
             print(f"compiling {name} {config}: {type(problem).__name__} {str(problem)[:90]!r}")
@@ -135,72 +136,72 @@ def child(arguments: list[str], limit_s: float) -> None:
         print(f"stopped after {limit_s:.0f} s: {' '.join(arguments)}")
 
 
-def experts(widths: tuple[str, ...], configs: bool, only: tuple[str, ...], budget_s: float) -> None:
+def compile_all(widths: list[str], chosen: list[str], limit_s: float = 75) -> None:
+    """Compile every config in as many processes as there are cores."""
+    each = max(1, min(15, os.cpu_count() or 1) // len(widths))
+    command = [sys.executable, "-m", "bench.kernels", "compile", *chosen, "--of", str(each)]
+    running = [
+        subprocess.Popen([*command, "--widths", w, "--part", str(i)])
+        for w in widths for i in range(each)
+    ]  # fmt: skip
+    end = time.time() + limit_s
+    for process in running:
+        try:
+            process.wait(max(0.1, end - time.time()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def experts(widths: list[str], configs: bool, only: list[str], budget_s: float) -> None:
     """All widths, one after the other, within `budget_s`."""
     begin, rate = time.time(), dense_rate()
     device = torch.cuda.get_device_properties(0)
     print(f"{device.name}, torch {torch.__version__}: dense 8192³ bf16 {rate / 1e12:.0f} TFLOP/s",
           flush=True)  # fmt: skip
     torch.cuda.empty_cache()
+    chosen = ["--only", *only] if only else []
     if configs:
-        workers = max(2, min(15, os.cpu_count() or 2))
-        command = [sys.executable, "-m", "bench.kernels", "compile", "--widths"]
-        running = [
-            subprocess.Popen([*command, w, "--part", str(i), "--of", str(workers // len(widths))])
-            for w in widths for i in range(workers // len(widths))
-        ]  # fmt: skip
-        for process in running:
-            process.wait()
+        compile_all(widths, chosen)
         print(f"compiled in {time.time() - begin:.0f} s", flush=True)
     for kind in ("tables", "sweep") if configs else ("tables",):
         for i, width in enumerate(widths):
             left = begin + budget_s - time.time()
             share = left / (len(widths) - i) / (2 if configs and kind == "tables" else 1)
             limits = ["--rate", str(rate), "--budget-s", str(share)]
-            child(
-                [kind, "--widths", width, *limits, *(["--only", *only] if only else [])], share + 15
-            )
+            child([kind, "--widths", width, *limits, *chosen], share + 15)
     print(f"{time.time() - begin:.0f} s in all")
 
 
-def main(
-    what: Annotated[str, tyro.conf.Positional] = "experts",
-    widths: tuple[str, ...] = tuple(WIDTHS),
-    configs: bool = False,
-    only: tuple[str, ...] = (),
-    budget_s: float = 150,
-    rate: float = 0,
-    part: int = 0,
-    of: int = 1,
-) -> None:
-    """Time kernels.
-
-    Args:
-        what: experts; the others (compile, tables, sweep) are its own parts.
-        widths: qwen3, deepseek, gpt-oss.
-        configs: time every kernel with other block sizes too.
-        only: kernels to sweep (up, down, down_backward, up_backward, wgrad_up, wgrad_down).
-        budget_s: stop after about this many seconds.
-        rate: dense FLOP/s to compare with, measured if not given.
-        part: which share to compile.
-        of: how many shares there are.
-    """
+def main() -> None:
+    """Parse the command line, and do what it says (compile, tables, sweep: parts of experts)."""
+    parser = argparse.ArgumentParser(description="Time kernels on a GPU.")
+    parser.add_argument("what", nargs="?", default="experts",
+                        choices=("experts", "compile", "tables", "sweep"))  # fmt: skip
+    parser.add_argument("--widths", nargs="+", default=list(WIDTHS), choices=list(WIDTHS))
+    parser.add_argument("--configs", action="store_true", help="also every other block size")
+    parser.add_argument("--only", nargs="+", default=[], choices=list(candidates()),
+                        help="kernels to try other block sizes of")  # fmt: skip
+    parser.add_argument("--budget-s", type=float, default=165, help="stop after about that")
+    parser.add_argument("--rate", type=float, help="dense FLOP/s, measured if not given")
+    parser.add_argument("--part", type=int, default=0, help="share to compile")
+    parser.add_argument("--of", type=int, default=1, help="number of shares")
+    args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: bench.kernels needs a GPU")
-    if what == "experts":
-        experts(widths, configs, only, budget_s)
+    if args.what == "experts":
+        experts(args.widths, args.configs, args.only, args.budget_s)
         return
-    until = time.time() + budget_s
-    for name in widths:
-        if what == "compile":
-            compile_part(WIDTHS[name], part, of)
-        elif what == "tables":
-            tables(name, rate or dense_rate())
+    until = time.time() + args.budget_s
+    for name in args.widths:
+        if args.what == "compile":
+            compile_part(WIDTHS[name], args.only, args.part, args.of)
+        elif args.what == "tables":
+            tables(name, args.rate or dense_rate())
         else:
             for tokens in TOKENS:
                 o = operands(make(WIDTHS[name], tokens))
-                sweep(o, f"{name} {tokens}", rate or dense_rate(), only, until)
+                sweep(o, f"{name} {tokens}", args.rate or dense_rate(), args.only, until)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    main()

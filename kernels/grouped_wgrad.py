@@ -95,7 +95,7 @@ def merge(parts) -> Merged:
     before_ME = counts_ME.cumsum(0) - ends_ME
     shift_ME = (before_ME + (offsets_E - counts_ME.sum(0))).to(torch.int32)
     total = sum(len(plan.rows_S) for plan in plans)
-    at_4T = plans[0].order_S.new_empty(4, total)
+    at_4T = plans[0].order_S.new_empty(4, total + total % 2)  # each of the four aligned
     weights_T = parts[0][4].new_empty(total)
     first, D, F = parts[0], parts[0][0].shape[1], parts[0][3].shape[1]
     for (*tensors, weights, plan), shift_E in zip(parts, shift_ME):
@@ -103,7 +103,7 @@ def merge(parts) -> Merged:
         assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
         _merge_kernel[triton.cdiv(S, 256),](
             plan.experts_S, plan.rows_S, plan.order_S, weights, shift_E, *tensors, *first[:4],
-            at_4T, weights_T, S, total, D, F, 256,
+            at_4T, weights_T, S, at_4T.shape[1], D, F, 256,
         )  # fmt: skip
     rows = [Rows(*item) for item in zip(first[:4], at_4T, (D, 2 * F, D, F))]
     return Merged(offsets_E.to(torch.int32), *rows, weights_T)

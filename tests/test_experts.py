@@ -1,10 +1,20 @@
-"""Dispatch planning and the experts against loops, at one process's sizes."""
+"""Dispatch planning and the experts against loops, at one process's sizes.
+
+The Triton kernels run in Triton's interpreter (tests/grouped_cases.py, one process for all), are
+compiled for Hopper and Blackwell without a GPU, and on a GPU run as they are.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from kernels.dispatch import collect, crossing, dispatch_plan, lay_out, spread
 from kernels.experts import ClampedSwiGLU, accumulate, expert_mlp, expert_mlp_ref
+from tests import grouped_cases
 
 D, WIDTH = 24, 20
 
@@ -193,6 +203,90 @@ def test_accumulate_prefers_main_grad():
     weight.grad, weight.main_grad = None, torch.full((3,), 1e3)
     accumulate(weight, torch.full((3,), 0.125, dtype=torch.bfloat16))
     assert weight.main_grad.tolist() == [1000.125] * 3 and weight.grad is None
+
+
+# ------------------------------------------------------------------------------------------------
+# Triton
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """What each case said in the interpreter: None, or a traceback."""
+    command = [sys.executable, "-m", "tests.grouped_cases"]
+    root = Path(__file__).parent.parent
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", grouped_cases.CASES)
+def test_kernels_in_the_interpreter(interpreted, case):
+    assert interpreted[case] is None, interpreted[case]
+
+
+def compiled(kernel, arch, types, warps, stages, **constants):
+    """Triton's output for one kernel, made without a GPU; pointers are taken to be aligned."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
+    aligned = [["tt.divisibility", 16]]
+    source = ASTSource(
+        kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constants.items()},
+        {(i,): aligned for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*")},
+    )  # fmt: skip
+    options = dict(num_warps=warps, num_stages=stages)
+    return compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+POINTERS = {
+    "*i64": "rows_S order_S dy_at_S x_at_S", "*i32": "table_T2 count offsets_E",
+    "*fp32": "weights_RK dw_SC dw_EOI", "fp32": "alpha limit", "i32": "E",
+    "*bf16": "x_RD bias_E2F h_S2F a_SF y_SO bias_EO dout_RD dh_S2F dy_base x_base",
+}  # fmt: skip
+TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
+WIDTHS = [(2048, 768), (2880, 2880)]  # Qwen3, GPT-OSS
+
+
+@pytest.mark.parametrize("arch,instruction", [(90, "wgmma.mma_async"), (100, "tcgen05.mma")])
+@pytest.mark.parametrize("name", ["up", "down", "down_backward", "up_backward", "wgrad"])
+@pytest.mark.parametrize("D,width", WIDTHS)
+def test_compiles_to_tensor_core_code(arch, instruction, name, D, width):
+    """The default cuts use the matrix units, and fit into shared memory and registers."""
+    from kernels import grouped as g
+    from kernels import grouped_wgrad as gw
+
+    cut, block = g.cut_for(128, 32768, D, width), None
+    config = gw.WGRAD if name == "wgrad" else getattr(cut, name)
+    constants = dict(GROUP=config.group, FLATTEN=config.flatten, BK=config.depth)
+    clamped = width == 2880
+    if name == "wgrad":
+        kernel, types = gw._wgrad_kernel, {}
+        constants |= dict(O=D, I=width, BO=config.rows, BI=config.columns, ADD=config.add)
+    else:
+        constants |= dict(BM=cut.block, BN=config.columns)
+        first = name in ("up", "down")
+        block = (config.columns, config.depth) if first else (config.depth, config.columns)
+        types = dict.fromkeys(
+            ("gate_up", "w", "down"), f"tensordesc<bf16[1, {block[0]}, {block[1]}]>"
+        )
+        types["a_SI"] = f"tensordesc<bf16[{cut.block}, {config.depth}]>"
+    if name == "up":
+        kernel = g._up_kernel
+        constants |= dict(D=D, F=width, CLAMPED=clamped, BIASED=clamped)
+        constants |= {} if clamped else dict(bias_E2F=None)
+    elif name == "down_backward":
+        kernel = g._down_backward_kernel
+        constants |= dict(D=D, F=width, CLAMPED=clamped)
+    elif name != "wgrad":
+        kernel, biased = g._product_kernel, clamped and name == "down"
+        I, O = (width, D) if name == "down" else (2 * width, D)
+        constants |= dict(OUT_FIRST=name == "down", BIASED=biased, I=I, O=O)
+        constants |= {} if biased else dict(weights_RK=None, bias_EO=None)
+    made = compiled(kernel, arch, TYPES | types, config.warps, config.stages, **constants)
+    assert instruction in made.asm["ptx"]
+    assert made.metadata.shared <= 227 * 1024
 
 
 @pytest.mark.gpu
