@@ -811,7 +811,7 @@ def gradients(
         dist.all_reduce(count, group=mesh.stage)
     loss_grad = count.clamp(min=1).reciprocal()
     losses = run_schedule(
-        t.chunks, batches, loss_grad, pipe=t.pipe, around=around,
+        t.chunks, batches, loss_grad, pipe=t.pipe, around=around, wgrad_batch=t.run.wgrad_batch,
         finished=lambda chunk: [bucket.reduce() for bucket in t.chunks[chunk].buckets],
     )  # fmt: skip
     return torch.stack(losses).sum() * loss_grad if losses else 0 * loss_grad

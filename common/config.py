@@ -82,6 +82,8 @@ class Run:
     """torch.compile the segments between two exchanges."""
     recompute: Literal["none", "experts", "layer"] = "none"
     """What the backward computes again to save memory; of communication only the ring of --cp."""
+    wgrad_batch: int = 1
+    """Micro-batches whose expert weight gradients are one product (pp 1, ep 1); costs memory."""
     deterministic: bool = False
     """Same inputs, same bits, on a GPU too (slower attention backward)."""
     timeout: int = 600
@@ -168,7 +170,9 @@ def _exit(message: str):
     raise SystemExit(2)
 
 
-AT_LEAST_1 = "pp cp ep seq_len micro_batch global_batch steps layers decay keep_last timeout"
+AT_LEAST_1 = (
+    "pp cp ep seq_len micro_batch global_batch steps layers decay keep_last timeout wgrad_batch"
+)
 AT_LEAST_0 = (
     "warmup seed weight_decay clip balance_coef z_loss_coef bias_update_rate "
     "save_every eval_every eval_batches sample_tokens"
@@ -255,6 +259,8 @@ def _check_layout(run: Run, world: int) -> None:
             f"not a multiple of --micro-batch {run.micro_batch} times "
             f"{dp} data-parallel ranks; use {good}",
         )
+    if run.wgrad_batch > 1 and pp * ep > 1:
+        _refuse(run, "wgrad_batch", "is for --pp 1 and --ep 1; there weight gradients fill waits")
     count = run.global_batch // each
     if pp > 1 and count < 2 * pp:
         _refuse(

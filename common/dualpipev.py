@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from kernels.experts import add_together
+
 Steps = Generator["Exchange | Counts", Any, Any]  # a layer or a chunk under way
 Defer = Callable[[Callable[[], None]], None]  # takes the computation of a weight gradient
 
@@ -167,8 +169,8 @@ class Tape:
     @torch.no_grad()
     def flush(self) -> None:
         """Compute the weight gradients that were put aside."""
-        while self.deferred:
-            self.deferred.pop(0)()
+        waiting, self.deferred = self.deferred, []
+        add_together(waiting)
 
 
 # ---- Driving a micro-batch
@@ -275,11 +277,14 @@ class Action:
         return " + ".join(f"{kind} {x[0]}.{x[1]}" for kind, x in named.items() if x)
 
 
-def plain(micro_batches: int) -> Iterator[Action]:
-    """One chunk, nothing to overlap: each micro-batch forward, then backward."""
+def plain(micro_batches: int, wgrad_batch: int = 1) -> Iterator[Action]:
+    """One chunk, nothing to overlap: each micro-batch forward, then backward; weight gradients
+    that can be put aside, of `wgrad_batch` micro-batches together."""
     for m in range(micro_batches):
         yield Action(f=(0, m))
-        yield Action(b=(0, m))
+        yield Action(b=(0, m), hold=wgrad_batch > 1)
+        if wgrad_batch > 1 and ((m + 1) % wgrad_batch == 0 or m + 1 == micro_batches):
+            yield Action(w=(0, m))
 
 
 def schedule(pp: int, rank: int, micro_batches: int) -> Iterator[Action]:
@@ -365,6 +370,14 @@ class _Run:
         grad = self.loss_grad if chunk == self.last else self.pipe.receive("b", chunk, m)
         return backward(self.tapes[chunk, m] if hold else self.tapes.pop((chunk, m)), grad, hold)
 
+    def flush(self, w: tuple[int, int]) -> None:
+        """Weight gradients of one micro-batch, or without a pipe of all that wait."""
+        whole = Tape()
+        for key in [w] if self.pipe is not None else list(self.tapes):
+            tape = self.tapes.pop(key)  # emptied: what waits holds a graph that holds the tape
+            whole.deferred, tape.deferred = whole.deferred + tape.deferred, []
+        whole.flush()
+
     def pass_on(self, action: Action, output: Tensor | None, input_grads: list[Tensor]) -> None:
         """Send a chunk's output, and the gradient of its input, to where they are needed."""
         if action.f and action.f[0] == self.last:
@@ -381,6 +394,7 @@ def run(
     loss_grad: Tensor | None = None,
     *,
     pipe: Any = None,
+    wgrad_batch: int = 1,
     finished: Callable[[int], None] = lambda chunk: None,
     cut_all: bool = False,
     around: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
@@ -390,13 +404,14 @@ def run(
     A chunk is called as `chunk(x, batch, defer)` and returns its steps; the model's first gets
     x = None, its last returns the micro-batch's loss (summed; a scalar). `loss_grad` is the
     gradient of each of these losses (scalar). Parameter gradients accumulate. Without a `pipe`
-    the one chunk goes micro-batch by micro-batch; with a mesh.Pipe two chunks follow DualPipeV.
+    the one chunk goes micro-batch by micro-batch (see `plain`); with a mesh.Pipe two chunks follow
+    DualPipeV.
     `finished(chunk)` is called when that chunk's gradients are complete; `around` names each
     action for a profiler. Returns the losses, detached, on pipeline rank 0; elsewhere none.
     """
     train, state = loss_grad is not None, _Run(chunks, batches, loss_grad, pipe, cut_all)
     if pipe is None:
-        actions = list(plain(len(batches)))
+        actions = list(plain(len(batches), wgrad_batch))
     else:
         actions = list(schedule(pipe.pp, pipe.rank, len(batches)))
         pipe.start(len(batches), train)
@@ -407,7 +422,7 @@ def run(
         with around(str(action)):
             output, input_grads = pair(f, b)
             if action.w and train:
-                state.tapes.pop(action.w).flush()
+                state.flush(action.w)
         state.pass_on(action, output, input_grads)
         for chunk, end in ends.items():
             if end == i and train:

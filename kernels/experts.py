@@ -141,7 +141,7 @@ class _ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout_RD):
-        rows_RD, weights_S1, h_S2F = ctx.saved_tensors
+        rows_RD, weights_S1, h_S2F = (x.detach() for x in ctx.saved_tensors)  # not the graph
         gate_up, down, b_gate_up, b_down = ctx.weights
         plan, act, offsets_E = ctx.plan, ctx.act, ctx.plan.offsets_E
         dy_SD = dout_RD[plan.rows_S]
@@ -269,7 +269,7 @@ class _TritonExpertMLP(torch.autograd.Function):
     def backward(ctx, dout_RD):
         from kernels import grouped
 
-        rows_RD, weights_RK, h_S2F = ctx.saved_tensors
+        rows_RD, weights_RK, h_S2F = (x.detach() for x in ctx.saved_tensors)  # not the graph
         gate_up, down, _, b_down = ctx.weights
         plan, tiles, cut = ctx.plan, ctx.tiles, ctx.cut
         dout_RD = dout_RD.contiguous()

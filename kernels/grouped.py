@@ -45,7 +45,7 @@ class Cut(NamedTuple):
     block: int = 128
     up: Config = Config(128, 64, 8, 4)
     down: Config = Config(256, 64, 8, 4)
-    down_backward: Config = Config(128, 64, 8, 4)
+    down_backward: Config = Config(256, 64, 8, 3)
     up_backward: Config = Config(256, 64, 8, 4)
 
 

@@ -35,7 +35,7 @@ class WgradConfig(NamedTuple):
     add: str = "last"
 
 
-WGRAD = WgradConfig(128, 128, 64, 4, 5)
+WGRAD = WgradConfig(128, 256, 64, 8, 5, resident=1)
 
 
 class Rows(NamedTuple):

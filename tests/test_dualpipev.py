@@ -43,6 +43,16 @@ def test_taped_equals_plain(count, n_chunks, cut, flags):
     torch.testing.assert_close(stats, whole_model.statistics, rtol=1e-12, atol=0)  # once, not twice
 
 
+@pytest.mark.parametrize("together", [2, 3, 9])
+def test_weight_gradients_of_several_micro_batches_together(together):
+    (chunk,) = ours(ODD, run_config())
+    batches = [data(seed=i, shape=(2, 9)) for i in range(5)]
+    _, want = plain_gradients(chunk, batches, 0.25)
+    run([chunk], batches, torch.tensor(0.25, dtype=torch.float64), wgrad_batch=together)
+    for name, p in chunk.named_parameters():
+        assert (p.grad - want[name]).abs().max() <= 1e-12 * want[name].abs().max(), name
+
+
 def test_a_cut_really_cuts_and_deferral_really_defers():
     """The tape of a chunk has two cuts a layer, and expert gradients come with the flush only."""
     (chunk,) = ours(ODD, run_config())

@@ -368,6 +368,7 @@ def memory(rank, world, axes, counted):
 @pytest.mark.parametrize("world,axes,counted", [
     (1, dict(layers=1, global_batch=1), (50, 200)),
     (1, dict(recompute="layer", global_batch=2), (5, 15)),
+    (1, dict(wgrad_batch=2, global_batch=4), (5, 15)),
     (2, dict(pp=2, global_batch=4), (5, 15)),
     (2, dict(ep=2, recompute="experts", global_batch=4), (5, 15)),
 ])  # fmt: skip

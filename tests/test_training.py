@@ -464,7 +464,7 @@ def test_randomised_weights_train_down_in_every_option(small, tmp_path):
         "--optimizer muon --moments bf16", "--recompute layer --balance sequence",
         "--recompute experts --balance micro-batch", "--dtype bf16 --force-balance random",
         "--balance none --z-loss-coef 1e-3", "--schedule constant --clip 0", "--dtype fp64",
-        "--profile 1:2",
+        "--profile 1:2", "--micro-batch 1 --wgrad-batch 3",
     )):  # fmt: skip
         main("--out", tmp_path / str(i), "--steps", 2, *flags.split())
         losses = [r["loss"] for r in steps(tmp_path / str(i))]
