@@ -17,7 +17,8 @@ of the owned masters, clipped -> owned parameters to everyone. Collectives are l
 bucket and run beside each other and beside the updates. The single host synchronisation stands
 between the norm and the update, so that the host runs ahead while the update is busy.
 
-AdamW: Loshchilov and Hutter, arXiv 1711.05101, as in torch.optim.AdamW. Muon: common/muon.py.
+A step leaves the gradients zero: AdamW's kernel writes the zeros where it has just read, which
+saves a pass over them. The arithmetic is in kernels/adamw.py and common/muon.py.
 """
 
 import math
@@ -31,9 +32,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from common.muon import deal, muon_, split_matrices
+from kernels.adamw import adamw_, sum_squares
 
 ALIGN = 128  # elements: 256 bytes in bf16, 512 in fp32
-CHUNK = 1 << 24  # elements that an update handles at a time, which bounds its temporaries
+CHUNK = 1 << 24  # elements that Muon handles at a time, which bounds its temporaries
 
 # torch 2.13 renamed both and warns of the old names, 2.11 knows only those.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -128,6 +130,11 @@ class Bucket:
     reduced: bool = False
 
     @property
+    def rounds(self) -> bool:
+        """Parameters are rounded masters, else they are the masters themselves."""
+        return self.values.dtype != self.grads.dtype
+
+    @property
     def own(self) -> slice:
         """The range of the flat buffers that this rank updates."""
         return slice(self.bounds[self.owner], self.bounds[self.owner + 1])
@@ -159,10 +166,13 @@ class Bucket:
                 parts = self._parts(grads)
                 self.pending += [dist.reduce(part, group_dst=r, **how) for r, part in parts]
 
-    def publish(self) -> None:
-        """Owned masters to parameters, then starts their way to the group; `wait` completes it."""
-        if self.values.dtype != self.grads.dtype:  # else the master is the parameter
+    def round_masters(self) -> None:
+        """Owned masters to the owned parameters."""
+        if self.rounds:
             self.values[self.own].copy_(self.state["master"])
+
+    def publish(self) -> None:
+        """Starts the way of the owned parameters to the group; `wait` completes it."""
         if self.group is not None:
             values, how = self.values, dict(group=self.group, async_op=True)
             if self._even():
@@ -251,46 +261,6 @@ def _collect_grad(param: Parameter) -> None:
         param.grad = None
 
 
-# AdamW
-
-
-def adamw_(
-    w: Tensor, g: Tensor, m: Tensor, v: Tensor, *, lr: float, beta1: float, beta2: float,
-    eps: float, weight_decay: float, t: int, scale: float,
-) -> None:  # fmt: skip
-    """One AdamW update of w in place, update number t (from 1), with gradient g · scale.
-
-    w, g, v: (n,) of one dtype, fp32 or float64; m: (n,) of that dtype or bf16. Equal to
-    torch.optim.AdamW. The fused kernel leaves the scaled gradient in g.
-    """
-    if w.is_cuda and m.dtype == w.dtype:
-        return fused_adamw_(w, g, m, v, lr, beta1, beta2, eps, weight_decay, t, scale)
-    step_size, root = lr / (1 - beta1**t), math.sqrt(1 - beta2**t)
-    for w_n, g_n, m_n, v_n in zip(*(x.split(CHUNK) for x in (w, g, m, v)), strict=True):
-        g_n = g_n * scale
-        first = m_n.to(w_n.dtype)  # m_n itself, unless that is bf16
-        first.lerp_(g_n, 1 - beta1)
-        m_n.copy_(first)
-        v_n.mul_(beta2).addcmul_(g_n, g_n, value=1 - beta2)
-        denom = v_n.sqrt().div_(root).add_(eps)
-        w_n.mul_(1 - lr * weight_decay).addcdiv_(first, denom, value=-step_size)
-
-
-def fused_adamw_(w, g, m, v, lr, beta1, beta2, eps, weight_decay, t, scale) -> None:
-    """`adamw_` in one pass over memory, by torch's own kernel; m in w's dtype."""
-    # Pieces keep every index inside 32 bits.
-    pieces = [list(x.split(1 << 30)) for x in (w, g, m, v)]
-    steps = [torch.full((), t, dtype=torch.float32, device=w.device) for _ in pieces[0]]
-    # The kernel divides by grad_scale, and writes the gradient back only if there is one.
-    divisor = None
-    if scale != 1.0:
-        divisor = torch.full((), 1.0 / scale, dtype=torch.float32, device=w.device)
-    torch._fused_adamw_(
-        *pieces, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
-        amsgrad=False, maximize=False, grad_scale=divisor,
-    )  # fmt: skip
-
-
 # The optimizer
 
 
@@ -327,7 +297,7 @@ class Optimizer:
                 b.state |= {"exp_avg": first, "exp_avg_sq": torch.zeros_like(own, dtype=wide)}
 
     def zero_grad(self) -> None:
-        """Zeroes the gradients in place."""
+        """Zeroes gradients that no step has used: a step leaves zeros itself."""
         for b in self.buckets:
             b.wait()  # for a reduction that no step followed
             b.reduced = False
@@ -338,7 +308,7 @@ class Optimizer:
         """Updates the weights from `main_grad`; returns (gradient norm before clipping, skipped).
 
         All ranks call it and get the same result. Buckets that were not reduced yet are. If the
-        norm is not finite no weight or state changes. Gradients are left reduced and clipped.
+        norm is not finite no weight or state changes. Gradients are zero afterwards.
         """
         for b in self.buckets:
             b.check_attached()
@@ -350,6 +320,7 @@ class Optimizer:
         norm = self._grad_norm()
         if not math.isfinite(norm):
             self.skipped += 1
+            self.zero_grad()
             return norm, True
         self.t += 1
         scale = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
@@ -365,21 +336,22 @@ class Optimizer:
 
         The same on every rank. Waits for the device.
         """
-        norms = [torch.linalg.vector_norm(b.grads[b.own]).double() for b in self.buckets]
-        square = torch.stack(norms).square().sum()
+        square = torch.stack([sum_squares(b.grads[b.own]) for b in self.buckets]).sum()
         if dist.is_initialized():
             dist.all_reduce(square)
         return math.sqrt(square.item())
 
     def _step_adamw(self, b: Bucket, lr: float, scale: float) -> None:
-        own = b.own
+        own, options = b.own, self.adam | dict(lr=lr, t=self.t, scale=scale, zero_grad=True)
         middle = min(max(b.decay_end, own.start), own.stop)
         for lo, hi, decay in ((own.start, middle, self.weight_decay), (middle, own.stop, 0.0)):
             if lo < hi:
                 part = slice(lo - own.start, hi - own.start)
                 w, m, v = (b.state[kind][part] for kind in ("master", "exp_avg", "exp_avg_sq"))
-                g = b.grads[lo:hi]
-                adamw_(w, g, m, v, lr=lr, weight_decay=decay, t=self.t, scale=scale, **self.adam)
+                param = b.values[lo:hi] if b.rounds else None
+                adamw_(w, b.grads[lo:hi], m, v, weight_decay=decay, param=param, **options)
+        b.grads[: own.start].zero_()  # what other owners have used
+        b.grads[own.stop :].zero_()
 
     def _step_muon(self, b: Bucket, lr: float, scale: float) -> None:
         for name, param, _, lo, hi in b.owned():
@@ -390,6 +362,8 @@ class Optimizer:
             for pieces in zip(*(x.split(batch) for x in flats), strict=True):
                 w, g, m = (x.view(-1, rows, cols) for x in pieces)
                 muon_(w, g, m, lr=lr, weight_decay=self.weight_decay, scale=scale)
+        b.round_masters()
+        b.grads.zero_()
 
     @torch.no_grad()
     def init_masters(self) -> None:
@@ -401,6 +375,7 @@ class Optimizer:
     def refresh_params(self) -> None:
         """Masters to all ranks' parameters, after masters were loaded; all ranks call it."""
         for b in self.buckets:
+            b.round_masters()
             b.publish()
         for b in self.buckets:
             b.wait()

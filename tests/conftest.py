@@ -1,9 +1,18 @@
-"""Shared by all tests: one thread, fixed seeds; gpu tests are deselected without a GPU."""
+"""Shared by all tests: one thread, fixed seeds; gpu tests are deselected without a GPU.
+
+Without a GPU the kernels run in Triton's interpreter, which must be chosen before they are
+imported; what compiles them (tests/test_kernels_compile.py) does so in a process of its own.
+"""
+
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    import tests.interpreter  # noqa: F401
 
 
 def pytest_collection_modifyitems(config, items):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import kernels.adamw
 from common import muon, optim
 from common.optim import ALIGN, Optimizer, build_buckets, decays, layout, uses_muon
 
@@ -77,7 +78,7 @@ def torch_groups(params):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_adamw_equals_torch(dtype, monkeypatch):
     """Ten steps with decay groups, a changing learning rate and clipping, in several chunks."""
-    monkeypatch.setattr(optim, "CHUNK", 100)
+    monkeypatch.setattr(kernels.adamw, "CHUNK", 100)
     ours, theirs = make_params(dtype), make_params(dtype)
     opt = make(ours, clip=20.0)
     oracle = torch.optim.AdamW(torch_groups(theirs), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
@@ -175,6 +176,18 @@ def test_gradient_put_aside():
     assert not p.main_grad.any()
     later[0]()
     torch.testing.assert_close(p.main_grad, x.detach().float().sum(0).expand(3, 4))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("bad", [0.0, math.nan])
+def test_a_step_leaves_gradients_zero(optimizer, bad):
+    """Also a skipped one."""
+    params = make_params(torch.bfloat16)
+    opt = make(params, optimizer)
+    set_grads(params, 0)
+    params[0][1].main_grad[0, 0] = bad
+    assert opt.step(1e-2)[1] == math.isnan(bad)
+    assert all(not b.grads.any() for b in opt.buckets)
 
 
 def test_lost_gradients_are_noticed():
@@ -416,31 +429,6 @@ def test_init_masters():
     masters = [(name, x) for name, kind, _, x in opt.slices() if kind == "master"]
     assert len(masters) == len(params)
     assert all(torch.equal(x, values[name].detach().float().flatten()) for name, x in masters)
-
-
-def fused_against_plain(device):
-    torch.manual_seed(3)
-    n, hyper = 3 * ALIGN + 7, dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-    plain = [torch.randn(n), torch.zeros(n), torch.zeros(n)]
-    fused = [x.clone().to(device) for x in plain]
-    for t, scale in ((1, 0.25), (2, 1.0), (3, 0.5)):
-        g = torch.randn(n)
-        w, m, v = plain
-        optim.adamw_(w, g.clone(), m, v, t=t, scale=scale, **hyper)
-        w, m, v = fused
-        optim.fused_adamw_(w, g.to(device), m, v, t=t, scale=scale, **hyper)
-    for a, b in zip(plain, fused):
-        torch.testing.assert_close(a, b.cpu(), rtol=1e-5, atol=1e-6)
-
-
-def test_fused_equals_plain():
-    """torch's fused kernel has a CPU form, which checks how it is called."""
-    fused_against_plain("cpu")
-
-
-@pytest.mark.gpu
-def test_fused_equals_plain_on_gpu():
-    fused_against_plain("cuda")
 
 
 @pytest.mark.gpu

@@ -69,6 +69,7 @@ def train(rank, world, optimizer, dtype, *, group=None, names=None, device="cpu"
             buckets[-1].reduce()  # while others are still computed
         norm, skipped = opt.step(1e-2)
         assert not skipped and norm > 20.0
+        assert all(not b.grads.any() for b in buckets)
         norms.append(norm)
     return params, opt, norms
 
