@@ -49,6 +49,7 @@ from common.tokens import DataError, decoder, encoder, parse_spec
 from kernels.attention import attention
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.dispatch import Plan, collect, crossing, dispatch_plan, lay_out, spread, up
+from kernels.embedding import embedding
 from kernels.experts import expert_mlp
 from kernels.ring import zigzag
 
@@ -180,7 +181,7 @@ class Batch:
     in each and `cu_seqlens` (int32) are their starts among the B·T tokens; else both are None.
     `index` counts micro-batches over the whole run (random forced routing draws from it).
     `routes`: layer → chosen experts (N, K): a layer found there uses them (router replay),
-    another notes its own.
+    another notes its own. `loss_grad`: the gradient that the loss will receive, where known.
     """
 
     tokens: Tensor
@@ -189,6 +190,7 @@ class Batch:
     cu_seqlens: Tensor | None = None
     index: int = 0
     routes: dict[int, Tensor] | None = None
+    loss_grad: Tensor | None = None
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -496,7 +498,7 @@ class Chunk(nn.Module):
         The first chunk takes x = None and reads batch.tokens.
         """
         if self.first:
-            x_BTD = F.embedding(batch.tokens, self.model.embed_tokens.weight)
+            x_BTD = embedding(batch.tokens, self.model.embed_tokens.weight)
         at = slice(x_BTD.shape[1]) if self.here is None else self.here
         at = at if batch.positions is None else batch.positions[:, None]
         places = Places(self.rope.cos[at], self.rope.sin[at], batch.cu_seqlens)
@@ -510,9 +512,8 @@ class Chunk(nn.Module):
         head = self.tied[0] if self.arch.tie_word_embeddings else self.lm_head.weight
         if batch.targets is None:
             return F.linear(hidden_BTD, head)
-        return linear_cross_entropy(
-            hidden_BTD.flatten(0, 1), head, batch.targets.flatten(), ignore_index=IGNORE
-        )
+        x_ND, y_N = hidden_BTD.flatten(0, 1), batch.targets.flatten()
+        return linear_cross_entropy(x_ND, head, y_N, ignore_index=IGNORE, grad=batch.loss_grad)
 
 
 @torch.no_grad()
@@ -805,11 +806,11 @@ def gradients(
     to their owners as soon as they are complete. Nothing here waits for the device.
     """
     t, mesh = trainer, trainer.mesh
-    wide = torch.promote_types(DTYPES[t.run.dtype], torch.float32)
-    count = torch.full((), valid, dtype=wide, device=mesh.device)
+    count = torch.full((), valid, dtype=t.chunks[0].state.dtype, device=mesh.device)
     if mesh.stage is not None:
         dist.all_reduce(count, group=mesh.stage)
     loss_grad = count.clamp(min=1).reciprocal()
+    batches = [dataclasses.replace(batch, loss_grad=loss_grad) for batch in batches]
     losses = run_schedule(
         t.chunks, batches, loss_grad, pipe=t.pipe, around=around, wgrad_batch=t.run.wgrad_batch,
         finished=lambda chunk: [bucket.reduce() for bucket in t.chunks[chunk].buckets],
@@ -873,7 +874,6 @@ def train_step(
     with around("data"):
         batches, valid = t.batches.take(run.global_batch)
         batches = to_device(batches, t.mesh, t.micro_batches)
-    t.optimizer.zero_grad()
     loss = gradients(t, batches, valid, around)
     lr = lr_at(run, step)
     with around("optimizer"):
