@@ -59,6 +59,15 @@ def test_a_word_is_summed_before_it_is_added(small_blocks):
     assert (into[0] == 2**24).all() and (into[1] == 2**24 + 256).all()
 
 
+def test_occurrences_are_summed_in_order(small_blocks):
+    """2^24 + 1 - 2^24 is 0 in fp32, and 1 from behind; three blocks of four occurrences."""
+    rows = torch.zeros(12, 4, device=DEVICE)
+    rows[0], rows[4], rows[8] = 2.0**24, 1.0, -(2.0**24)
+    into = torch.zeros(2, 4, device=DEVICE)
+    em._add_rows(into, torch.ones(12, dtype=torch.long, device=DEVICE), rows)
+    assert not into.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradient_goes_to_main_grad_or_is_dense(dtype):
     tokens = torch.randint(0, V, (3, 5), device=DEVICE)
