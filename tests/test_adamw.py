@@ -26,6 +26,7 @@ def run(function, tensors, **options):
     return [*four, param]
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 7, 1024, 5000])
 def test_kernel_equals_reference(n, moments):
@@ -42,6 +43,7 @@ def test_kernel_equals_reference(n, moments):
         assert torch.equal(got[4], got[0].bfloat16())
 
 
+@pytest.mark.triton
 def test_fp32_parameters_and_untouched_neighbours():
     """A range inside larger buffers, no parameter beside the masters, an odd first element."""
     n = 300
@@ -56,6 +58,7 @@ def test_fp32_parameters_and_untouched_neighbours():
         assert (wide[:5] == 7).all() and (wide[5 + n :] == 7).all()
 
 
+@pytest.mark.triton
 def test_tiny_gradients_still_move_nothing_to_nan():
     """v of 1e-40 is a denormal; v of 0 divides by eps alone."""
     w, g, m, v, param = state(64)
@@ -92,6 +95,7 @@ def several_turns(monkeypatch):
     monkeypatch.setattr(adamw, "PART_BLOCK", 512)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("n", [0, 1, 5000, 20000])
 def test_sum_of_squares(several_turns, n):
     x = torch.randn(n, device=DEVICE)
@@ -102,6 +106,7 @@ def test_sum_of_squares(several_turns, n):
     assert torch.equal(got, adamw._sum_squares(x))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_sum_of_squares_shows_what_is_not_finite(several_turns, bad):
     x = torch.randn(3000, device=DEVICE)

@@ -341,6 +341,7 @@ def kernel(monkeypatch):
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("z_loss", [0.0, 0.03])
 @pytest.mark.parametrize("width", [1, 5, 32, 33, 64, 257])
 def test_kernel_equals_reference(kernel, width, z_loss):
@@ -364,6 +365,7 @@ def test_kernel_equals_reference(kernel, width, z_loss):
     assert not results[1][1][2].any() and results[1][0][2] == 0
 
 
+@pytest.mark.triton
 def test_kernel_rounds_bf16_once(kernel):
     """bf16 logits: every dlogit is the exact one of these logits, rounded to nearest."""
     logits = (4 * torch.randn(5, 100, device=DEVICE)).bfloat16()
@@ -379,6 +381,7 @@ def test_kernel_rounds_bf16_once(kernel):
     assert ((logits.double() - wide) / wide).abs().mean() < 2**-9
 
 
+@pytest.mark.triton
 def test_kernel_shows_targets_and_logits_that_cannot_be(kernel):
     for row, column, value in ((0, 3, float("nan")), (1, 40, float("inf")), (2, None, None)):
         logits, targets = torch.randn(4, 50, device=DEVICE), torch.arange(4, device=DEVICE)
@@ -391,6 +394,7 @@ def test_kernel_shows_targets_and_logits_that_cannot_be(kernel):
         assert losses.isnan().tolist() == [i == row for i in range(4)]
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("z_loss", [0.0, 1e-3])
 @pytest.mark.parametrize("rows", [3, 1000])
 def test_kernel_path_is_no_worse_than_eager(kernel, chunks_of, rows, z_loss):
@@ -399,6 +403,7 @@ def test_kernel_path_is_no_worse_than_eager(kernel, chunks_of, rows, z_loss):
     assert_no_worse_than_eager(*inputs, floor=1e-4, z_loss=z_loss)
 
 
+@pytest.mark.triton
 def test_kernel_path_in_fp32(kernel, chunks_of):
     """With an announced gradient, int32 targets, and without gradients at all."""
     chunks_of(5)

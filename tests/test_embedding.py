@@ -25,6 +25,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(em, "COLUMNS", 16)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("wide, narrow", [
     (torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.bfloat16)
 ])  # fmt: skip
@@ -44,6 +45,7 @@ def test_kernel_adds_every_occurrence(small_blocks, n, words, wide, narrow):
     assert torch.equal(into, again)
 
 
+@pytest.mark.triton
 def test_nothing_to_add():
     into = torch.ones(V, D, device=DEVICE)
     em.add_rows_(into, torch.zeros(0, dtype=torch.long, device=DEVICE), into[:0])
@@ -51,6 +53,7 @@ def test_nothing_to_add():
     assert (into == 1).all()
 
 
+@pytest.mark.triton
 def test_a_word_is_summed_before_it_is_added(small_blocks):
     """256 ones beside 2^24: one by one they would all be lost in fp32."""
     into = torch.full((2, 4), 2.0**24, device=DEVICE)
@@ -59,6 +62,7 @@ def test_a_word_is_summed_before_it_is_added(small_blocks):
     assert (into[0] == 2**24).all() and (into[1] == 2**24 + 256).all()
 
 
+@pytest.mark.triton
 def test_occurrences_are_summed_in_order(small_blocks):
     """2^24 + 1 - 2^24 is 0 in fp32, and 1 from behind; three blocks of four occurrences."""
     rows = torch.zeros(12, 4, device=DEVICE)
