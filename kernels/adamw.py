@@ -15,9 +15,13 @@ Loshchilov and Hutter, arXiv 1711.05101, as in torch.optim.AdamW.
 import math
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # not on every machine; without a GPU the reference serves
+    triton = None
 
 CHUNK = 1 << 24  # elements that the reference handles at a time, which bounds its temporaries
 BLOCK, WARPS = 1024, 8  # of the update: elements and warps of a program
@@ -57,53 +61,54 @@ def sum_squares_ref(x: Tensor) -> Tensor:
 # ---- Kernels
 
 
-@triton.jit
-def _adamw_kernel(
-    w_ptr,  # (n,) fp32
-    g_ptr,  # (n,) fp32
-    m_ptr,  # (n,) fp32 or bf16
-    v_ptr,  # (n,) fp32
-    param_ptr,  # (n,) of any dtype, or None
-    n,
-    scale, rate1, beta2, rate2, keep, step_size, root, eps,
-    ZERO_GRAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program, BLOCK elements; rate1 = 1 - beta1, rate2 = 1 - beta2, keep = 1 - lr · decay."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    g = tl.load(g_ptr + at, mask=inside, other=0.0) * scale
-    w = tl.load(w_ptr + at, mask=inside, other=0.0)
-    m = tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(v_ptr + at, mask=inside, other=0.0)
-    m += rate1 * (g - m)
-    v = beta2 * v + rate2 * g * g
-    # The rounded root and quotient: the approximate ones flush a denormal v, and time is memory's.
-    denom = tl.div_rn(tl.sqrt_rn(v), root + tl.zeros_like(v)) + eps
-    w = keep * w - step_size * tl.div_rn(m, denom)
-    tl.store(w_ptr + at, w, mask=inside)
-    tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=inside)
-    tl.store(v_ptr + at, v, mask=inside)
-    if param_ptr is not None:
-        tl.store(param_ptr + at, w.to(param_ptr.dtype.element_ty), mask=inside)
-    if ZERO_GRAD:
-        tl.store(g_ptr + at, tl.zeros_like(g), mask=inside)
+if triton is not None:
 
+    @triton.jit
+    def _adamw_kernel(
+        w_ptr,  # (n,) fp32
+        g_ptr,  # (n,) fp32
+        m_ptr,  # (n,) fp32 or bf16
+        v_ptr,  # (n,) fp32
+        param_ptr,  # (n,) of any dtype, or None
+        n,
+        scale, rate1, beta2, rate2, keep, step_size, root, eps,
+        ZERO_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """One program, BLOCK elements; rate1 = 1 - beta1, rate2 = 1 - beta2, keep = 1 - lr · wd."""
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < n
+        g = tl.load(g_ptr + at, mask=inside, other=0.0) * scale
+        w = tl.load(w_ptr + at, mask=inside, other=0.0)
+        m = tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + at, mask=inside, other=0.0)
+        m += rate1 * (g - m)
+        v = beta2 * v + rate2 * g * g
+        # Rounded root and quotient: the approximate ones flush a denormal v, and memory is slower.
+        denom = tl.div_rn(tl.sqrt_rn(v), root + tl.zeros_like(v)) + eps
+        w = keep * w - step_size * tl.div_rn(m, denom)
+        tl.store(w_ptr + at, w, mask=inside)
+        tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=inside)
+        tl.store(v_ptr + at, v, mask=inside)
+        if param_ptr is not None:
+            tl.store(param_ptr + at, w.to(param_ptr.dtype.element_ty), mask=inside)
+        if ZERO_GRAD:
+            tl.store(g_ptr + at, tl.zeros_like(g), mask=inside)
 
-@triton.jit
-def _sum_squares_kernel(
-    x_ptr,  # (n,) fp32
-    parts_ptr,  # (PARTS,) fp32
-    n,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program p sums blocks p, p + PARTS, ... lane by lane, then over the lanes."""
-    part = tl.program_id(0)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(part.to(tl.int64) * BLOCK, n, PARTS * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + at, mask=at < n, other=0.0)
-        total += x * x
-    tl.store(parts_ptr + part, tl.sum(total, 0))
+    @triton.jit
+    def _sum_squares_kernel(
+        x_ptr,  # (n,) fp32
+        parts_ptr,  # (PARTS,) fp32
+        n,
+        PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Program p sums blocks p, p + PARTS, ... lane by lane, then over the lanes."""
+        part = tl.program_id(0)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(part.to(tl.int64) * BLOCK, n, PARTS * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + at, mask=at < n, other=0.0)
+            total += x * x
+        tl.store(parts_ptr + part, tl.sum(total, 0))
 
 
 # ---- Public
@@ -117,7 +122,7 @@ def adamw_(w: Tensor, g: Tensor, m: Tensor, v: Tensor, **options) -> None:
     is decoupled. param: (n,), gets the new w in its own dtype. zero_grad: g is zero afterwards,
     else unchanged. On CUDA fp32 takes one kernel, contiguous tensors only; equal to rounding.
     """
-    if w.is_cuda and w.dtype == torch.float32:
+    if triton is not None and w.is_cuda and w.dtype == torch.float32:
         _adamw(w, g, m, v, **options)
     else:
         adamw_ref_(w, g, m, v, **options)
@@ -145,7 +150,9 @@ def sum_squares(x: Tensor) -> Tensor:
     Always in the same order: the same bits for the same n and x on every GPU of a kind. NaN and
     infinities stay; fp32 squares beyond 3e38 become infinite.
     """
-    return _sum_squares(x) if x.is_cuda and x.dtype == torch.float32 else sum_squares_ref(x)
+    if triton is not None and x.is_cuda and x.dtype == torch.float32:
+        return _sum_squares(x)
+    return sum_squares_ref(x)
 
 
 def _sum_squares(x: Tensor) -> Tensor:

@@ -21,8 +21,12 @@ Shapes: N tokens, D hidden width, V vocabulary.
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # not on every machine; without a GPU the reference serves
+    triton = None
 
 CHUNK_ROWS = 2048
 CHUNK_BYTES = 832 * 2**20
@@ -62,50 +66,52 @@ def _softmax_ref(logits, targets, losses, grad, ignore_index, z_loss):
         logits.scatter_add_(1, index, (-grad * valid.to(logits.dtype)).unsqueeze(1))
 
 
-@triton.jit
-def _softmax_kernel(
-    logits_ptr,  # (n, V); the dlogits take their place
-    targets_ptr,  # (n,) int64 or int32
-    losses_ptr,  # (n,) fp32
-    grad_ptr,  # () fp32, or None: no dlogits
-    V, ignore_index, z_loss,
-    R: tl.constexpr, L: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One program, one row, R x L logits at a time: once for lse, once more for dlogits."""
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * V
-    target = tl.load(targets_ptr + row)
-    valid = target != ignore_index
-    exists = (target >= 0) & (target < V)
-    # Read before it is overwritten; a target that is no word gives a loss that nobody overlooks.
-    at_target = tl.load(logits_ptr + target, mask=exists, other=float("nan")).to(tl.float32)
+if triton is not None:
 
-    # Each lane keeps its own maximum and sum, so that a block of R rows rescales the sum once.
-    offsets = tl.arange(0, R)[:, None] * L + tl.arange(0, L)[None, :]
-    top = tl.full((L,), -1e30, tl.float32)  # finite: a lane may see only -inf
-    total = tl.zeros((L,), tl.float32)
-    for start in tl.range(0, V, R * L, num_stages=STAGES):
-        at = start + offsets
-        x = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(x, 0))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[None, :]), 0)
-        top = higher
-    peak = tl.max(top, 0)
-    lse = peak + tl.log(tl.sum(total * tl.exp(top - peak), 0))
-    tl.store(losses_ptr + row, tl.where(valid, lse - at_target + z_loss * lse * lse, 0.0))
+    @triton.jit
+    def _softmax_kernel(
+        logits_ptr,  # (n, V); the dlogits take their place
+        targets_ptr,  # (n,) int64 or int32
+        losses_ptr,  # (n,) fp32
+        grad_ptr,  # () fp32, or None: no dlogits
+        V, ignore_index, z_loss,
+        R: tl.constexpr, L: tl.constexpr, STAGES: tl.constexpr,
+    ):  # fmt: skip
+        """One program, one row, R x L logits at a time: once for lse, once more for dlogits."""
+        row = tl.program_id(0).to(tl.int64)
+        logits_ptr += row * V
+        target = tl.load(targets_ptr + row)
+        valid = target != ignore_index
+        exists = (target >= 0) & (target < V)
+        # Read before it is overwritten; a target that is no word makes the loss NaN.
+        at_target = tl.load(logits_ptr + target, mask=exists, other=float("nan")).to(tl.float32)
 
-    if grad_ptr is not None:
-        grad = tl.load(grad_ptr)
-        factor = tl.where(valid, grad * (1 + 2 * z_loss * lse), 0.0)
-        column = tl.where(valid, target, -1).to(tl.int32)
-        # Backwards: the end of the row is what the cache still has.
-        blocks = tl.cdiv(V, R * L)
-        for i in tl.range(0, blocks, num_stages=STAGES):
-            at = (blocks - 1 - i) * (R * L) + offsets
+        # Each lane keeps its own maximum and sum, so that a block of R rows rescales the sum once.
+        offsets = tl.arange(0, R)[:, None] * L + tl.arange(0, L)[None, :]
+        top = tl.full((L,), -1e30, tl.float32)  # finite: a lane may see only -inf
+        total = tl.zeros((L,), tl.float32)
+        for start in tl.range(0, V, R * L, num_stages=STAGES):
+            at = start + offsets
             x = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
-            dlogits = tl.exp(x - lse) * factor
-            dlogits = tl.where(at == column, dlogits - grad, dlogits)  # p - 1 before rounding
-            tl.store(logits_ptr + at, dlogits.to(logits_ptr.dtype.element_ty), mask=at < V)
+            higher = tl.maximum(top, tl.max(x, 0))
+            total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[None, :]), 0)
+            top = higher
+        peak = tl.max(top, 0)
+        lse = peak + tl.log(tl.sum(total * tl.exp(top - peak), 0))
+        tl.store(losses_ptr + row, tl.where(valid, lse - at_target + z_loss * lse * lse, 0.0))
+
+        if grad_ptr is not None:
+            grad = tl.load(grad_ptr)
+            factor = tl.where(valid, grad * (1 + 2 * z_loss * lse), 0.0)
+            column = tl.where(valid, target, -1).to(tl.int32)
+            # Backwards: the end of the row is what the cache still has.
+            blocks = tl.cdiv(V, R * L)
+            for i in tl.range(0, blocks, num_stages=STAGES):
+                at = (blocks - 1 - i) * (R * L) + offsets
+                x = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
+                dlogits = tl.exp(x - lse) * factor
+                dlogits = tl.where(at == column, dlogits - grad, dlogits)  # p - 1 before rounding
+                tl.store(logits_ptr + at, dlogits.to(logits_ptr.dtype.element_ty), mask=at < V)
 
 
 def _softmax(logits, targets, losses, grad, ignore_index, z_loss):
@@ -122,7 +128,7 @@ def _softmax(logits, targets, losses, grad, ignore_index, z_loss):
 
 
 def _use_kernel(weight):
-    return weight.is_cuda and weight.dtype != torch.float64
+    return triton is not None and weight.is_cuda and weight.dtype != torch.float64
 
 
 def _chunk_rows(N, V, dtype):

@@ -12,9 +12,13 @@ Shapes: N tokens, D width, V vocabulary.
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # not on every machine; without a GPU the reference serves
+    triton = None
 
 OCCURRENCES, COLUMNS, WARPS = 8, 1024, 4  # that a program reads at a time; its warps
 
@@ -24,35 +28,37 @@ def add_rows_ref_(into_VD: Tensor, ids_N: Tensor, rows_ND: Tensor) -> None:
     into_VD.index_add_(0, ids_N, rows_ND.to(into_VD.dtype))
 
 
-@triton.jit
-def _add_rows_kernel(
-    into_ptr,  # (V, D) fp32 or float64
-    rows_ptr,  # (N, D) of any dtype
-    ids_ptr,  # (N,) int64 or int32, ascending
-    order_ptr,  # (N,) int64: the row of each
-    N, D,
-    J: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Program (n, c): if a run of equal ids begins at n, its sum in columns c · C and further."""
-    first = tl.program_id(0)
-    word = tl.load(ids_ptr + first)
-    before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1)
-    if word != before:
-        columns = tl.program_id(1) * C + tl.arange(0, C)
-        inside = columns < D
-        total = tl.zeros((C,), into_ptr.dtype.element_ty)
-        start, more = first, 1
-        while more > 0:
-            at = start + tl.arange(0, J)
-            here = tl.load(ids_ptr + at, mask=at < N, other=-1) == word
-            source = tl.load(order_ptr + at, mask=here, other=0)
-            address = rows_ptr + source[:, None] * D + columns[None, :]
-            rows = tl.load(address, mask=here[:, None] & inside[None, :], other=0.0)
-            total += tl.sum(rows.to(total.dtype), 0)
-            more = tl.min(here.to(tl.int32), 0)  # all J were this word's: there may be others
-            start += J
-        address = into_ptr + word.to(tl.int64) * D + columns
-        tl.store(address, tl.load(address, mask=inside) + total, mask=inside)
+if triton is not None:
+
+    @triton.jit
+    def _add_rows_kernel(
+        into_ptr,  # (V, D) fp32 or float64
+        rows_ptr,  # (N, D) of any dtype
+        ids_ptr,  # (N,) int64 or int32, ascending
+        order_ptr,  # (N,) int64: the row of each
+        N, D,
+        J: tl.constexpr, C: tl.constexpr,
+    ):  # fmt: skip
+        """Program (n, c): if a run of equal ids begins at n, its sum in columns c C and further."""
+        first = tl.program_id(0)
+        word = tl.load(ids_ptr + first)
+        before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1)
+        if word != before:
+            columns = tl.program_id(1) * C + tl.arange(0, C)
+            inside = columns < D
+            total = tl.zeros((C,), into_ptr.dtype.element_ty)
+            start, more = first, 1
+            while more > 0:
+                at = start + tl.arange(0, J)
+                here = tl.load(ids_ptr + at, mask=at < N, other=-1) == word
+                source = tl.load(order_ptr + at, mask=here, other=0)
+                address = rows_ptr + source[:, None] * D + columns[None, :]
+                rows = tl.load(address, mask=here[:, None] & inside[None, :], other=0.0)
+                total += tl.sum(rows.to(total.dtype), 0)
+                more = tl.min(here.to(tl.int32), 0)  # all J were this word's: there may be others
+                start += J
+            address = into_ptr + word.to(tl.int64) * D + columns
+            tl.store(address, tl.load(address, mask=inside) + total, mask=inside)
 
 
 def add_rows_(into_VD: Tensor, ids_N: Tensor, rows_ND: Tensor) -> None:
@@ -61,7 +67,7 @@ def add_rows_(into_VD: Tensor, ids_N: Tensor, rows_ND: Tensor) -> None:
     into (V, D) fp32 or float64, contiguous; ids (N,) integers in [0, V), not checked on CUDA;
     rows (N, D) of any floating dtype, summed in into's.
     """
-    if into_VD.is_cuda:
+    if triton is not None and into_VD.is_cuda:
         _add_rows(into_VD, ids_N, rows_ND)
     else:
         add_rows_ref_(into_VD, ids_N, rows_ND)
