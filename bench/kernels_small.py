@@ -16,7 +16,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-import bench.old_cross_entropy as old_loss
 import kernels.adamw as adamw
 import kernels.cross_entropy as loss
 import kernels.embedding as embedding
@@ -136,7 +135,6 @@ def bench_loss():
     grad = torch.tensor(1 / 65536, device="cuda")
     cases = {
         "matmul + F.cross_entropy": eager,
-        "old": partial(with_function, old_loss.linear_cross_entropy, False),
         "new": partial(with_function, loss.linear_cross_entropy, False),
         "new, announced": partial(with_function, loss.linear_cross_entropy, True),
     }
@@ -157,9 +155,8 @@ def bench_loss():
                 line(f"loss, {tokens} tokens: {rows} rows", ms, floor, f"extra {mib:,.0f} MiB")
         with shielded("evaluation"), torch.no_grad():
             args = hidden, weight, targets
-            for name, module in dict(old=old_loss, new=loss).items():
-                ms = time_ms(partial(module.linear_cross_entropy, *args))
-                line(f"  forward alone, {name}", ms, floor / 3)
+            ms = time_ms(partial(loss.linear_cross_entropy, *args))
+            line("  forward alone", ms, floor / 3)
 
 
 def loss_errors():
@@ -171,7 +168,6 @@ def loss_errors():
     exact = [exact.detach(), *torch.autograd.grad(exact * grad, wide)]
     for name, case in (
         ("eager", eager),
-        ("old", partial(with_function, old_loss.linear_cross_entropy, False)),
         ("new, announced", partial(with_function, loss.linear_cross_entropy, True)),
     ):
         hidden.grad = None

@@ -1,7 +1,6 @@
 """Exchange, tape and the DualPipeV schedule: how micro-batches go through a rank's layers.
 
-A layer is a generator that yields an `Exchange` where it has just launched a communication. This
-file drives such generators:
+A layer is a generator that yields an `Exchange` where it has just launched a communication:
 
 - `drive(steps)` runs one to its end with autograd passing through: the reference.
 - `forward(steps, tape)` does the same but cuts autograd at every exchange and notes the cut on a
@@ -30,6 +29,7 @@ from kernels.experts import add_together
 
 Steps = Generator["Exchange | Counts", Any, Any]  # a layer or a chunk under way
 Defer = Callable[[Callable[[], None]], None]  # takes the computation of a weight gradient
+Chunk = Callable[[Tensor | None, Any, Defer | None], Steps]
 
 
 # ---- Exchange: launched when constructed, waited for when resumed
@@ -60,8 +60,7 @@ def launch(route: Route, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[
         counts = list(route.recv_counts), list(route.send_counts)
         sent = sent.detach().contiguous()
         work = dist.all_to_all_single(buffer, sent, *counts, group=route.group, async_op=True)
-        works.append(work)
-        received.append(buffer)
+        works, received = [*works, work], [*received, buffer]
     return received, works
 
 
@@ -78,16 +77,13 @@ class Exchange:
         self.received, self.works = launch(route, self.tensors)
 
     def wait(self) -> list[Tensor]:
-        """The received tensors, detached from what was sent."""
         for work in self.works:
             work.wait()
         return self.received
 
     def through(self) -> tuple[Tensor, ...]:
-        """What the layer resumes with where nothing is cut: without a group, or without grad."""
-        if self.route.group is None:
-            return self.tensors + self.keep
-        return (*self.wait(), *self.keep)
+        """What the layer resumes with where nothing is cut."""
+        return (self.tensors if self.route.group is None else tuple(self.wait())) + self.keep
 
 
 class Counts:
@@ -109,7 +105,6 @@ class Counts:
         return self
 
     def route(self, group: Any) -> Route:
-        """The rows' way over `group`, the same ranks."""
         return Route(group, tuple(self.sent), tuple(self.received))
 
 
@@ -256,7 +251,7 @@ def pair(first: Generator | None, second: Generator | None) -> tuple[Any, Any]:
             running.append((i, generator))
         except StopIteration as done:
             results[i] = done.value
-    return results[0], results[1]
+    return tuple(results)
 
 
 # ---- Schedule: a rank's actions, in order
@@ -273,13 +268,13 @@ class Action:
     phase: int = 0
 
     def __str__(self) -> str:
-        named = {"forward": self.f, "backward": self.b, "weights": self.w}
-        return " + ".join(f"{kind} {x[0]}.{x[1]}" for kind, x in named.items() if x)
+        return " + ".join(
+            f"{k} {x[0]}.{x[1]}" for k, x in zip("fbw", (self.f, self.b, self.w)) if x
+        )
 
 
 def plain(micro_batches: int, wgrad_batch: int = 1) -> Iterator[Action]:
-    """One chunk, nothing to overlap: each micro-batch forward, then backward; weight gradients
-    that can be put aside, of `wgrad_batch` micro-batches together."""
+    """One chunk: each micro-batch forward, then backward; weight gradients of several together."""
     for m in range(micro_batches):
         yield Action(f=(0, m))
         yield Action(b=(0, m), hold=wgrad_batch > 1)
@@ -293,10 +288,8 @@ def schedule(pp: int, rank: int, micro_batches: int) -> Iterator[Action]:
     Raises ValueError if pp > 1 gets fewer than 2·pp micro-batches.
     """
     if pp > 1 and micro_batches < 2 * pp:
-        raise ValueError(
-            f"pp {pp} needs at least {2 * pp} micro-batches, there are {micro_batches}: "
-            f"raise --global-batch or lower --micro-batch"
-        )
+        least = f"pp {pp} needs at least {2 * pp} micro-batches, there are {micro_batches}"
+        raise ValueError(f"{least}: raise --global-batch or lower --micro-batch")
     forwards, backwards, held = [0, 0], [0, 0], deque()
 
     def act(phase: int, f: int | None = None, b: int | None = None, hold: bool = False) -> Action:
@@ -343,18 +336,15 @@ def schedule(pp: int, rank: int, micro_batches: int) -> Iterator[Action]:
 
 # ---- Executor
 
-Chunk = Callable[[Tensor | None, Any, Defer | None], Steps]
-
 
 class _Run:
-    """The micro-batches under way on one rank; `pipe` brings and takes what crosses chunks."""
+    """The micro-batches under way; `pipe` brings and takes what crosses chunks."""
 
     def __init__(self, chunks, batches, loss_grad, pipe, cut_all):
         self.chunks, self.batches, self.loss_grad = chunks, batches, loss_grad
         self.pipe, self.cut_all, self.losses = pipe, cut_all, []
         self.tapes: dict[tuple[int, int], Tape] = {}
-        # Where the model begins and ends: pipeline rank 0 has both.
-        here = pipe is None or pipe.rank == 0
+        here = pipe is None or pipe.rank == 0  # where the model begins and ends
         self.first, self.last = (0, len(chunks) - 1) if here else (None, None)
 
     def forward(self, chunk: int, m: int) -> Generator:
@@ -403,11 +393,9 @@ def run(
 
     A chunk is called as `chunk(x, batch, defer)` and returns its steps; the model's first gets
     x = None, its last returns the micro-batch's loss (summed; a scalar). `loss_grad` is the
-    gradient of each of these losses (scalar). Parameter gradients accumulate. Without a `pipe`
-    the one chunk goes micro-batch by micro-batch (see `plain`); with a mesh.Pipe two chunks follow
-    DualPipeV.
-    `finished(chunk)` is called when that chunk's gradients are complete; `around` names each
-    action for a profiler. Returns the losses, detached, on pipeline rank 0; elsewhere none.
+    gradient of each of these losses (scalar). Without a `pipe` the one chunk follows `plain`; with
+    a mesh.Pipe two follow `schedule`. `finished(chunk)`: its gradients are complete; `around`
+    names actions for a profiler. Returns the losses, detached, on pipeline rank 0, else none.
     """
     train, state = loss_grad is not None, _Run(chunks, batches, loss_grad, pipe, cut_all)
     if pipe is None:
@@ -424,9 +412,8 @@ def run(
             if action.w and train:
                 state.flush(action.w)
         state.pass_on(action, output, input_grads)
-        for chunk, end in ends.items():
-            if end == i and train:
-                finished(chunk)
+        for chunk in [chunk for chunk, end in ends.items() if end == i and train]:
+            finished(chunk)
     if pipe is not None:
         pipe.finish()
     return state.losses
