@@ -18,7 +18,6 @@ Shapes:
 """
 
 import dataclasses
-import json
 import sys
 import time
 from contextlib import nullcontext
@@ -38,14 +37,15 @@ from torch.utils.checkpoint import checkpoint as recompute
 from common import checkpoint, hf
 from common.checkpoint import Saver
 from common.config import Run, check, lr_at, parse, to_json
-from common.data import IGNORE, Loader, Prefetch, batch_map, isolate
+from common.data import IGNORE, Batch, Loader, Prefetch, read_batches, to_device
 from common.dualpipev import Counts, Defer, Exchange, Route, Steps
 from common.dualpipev import run as run_schedule
+from common.lifecycle import announce, load_weights, named_parameters, resume, save, show_sample
 from common.log import Log, Profiler, Stop, figures
 from common.mesh import Mesh, Pipe, from_rank_0, seeded, spread_layers, start, world_size
 from common.optim import Optimizer, build_buckets
 from common.rundir import lock
-from common.tokens import DataError, decoder, encoder, parse_spec
+from common.tokens import DataError
 from kernels.attention import attention
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.dispatch import Plan, collect, crossing, dispatch_plan, lay_out, spread, up
@@ -171,26 +171,6 @@ def check_model(model: Model, run: Config) -> None:
 # ------------------------------------------------------------------------------------------------
 # Model, leaf to root
 # ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Batch:
-    """One micro-batch: tokens (B, T) and targets (B, T, IGNORE where none), int64.
-
-    Without targets the model returns logits. With isolated documents `positions` (B, T) restart
-    in each and `cu_seqlens` (int32) are their starts among the B·T tokens; else both are None.
-    `index` counts micro-batches over the whole run (random forced routing draws from it).
-    `routes`: layer → chosen experts (N, K): a layer found there uses them (router replay),
-    another notes its own. `loss_grad`: the gradient that the loss will receive, where known.
-    """
-
-    tokens: Tensor
-    targets: Tensor | None = None
-    positions: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    index: int = 0
-    routes: dict[int, Tensor] | None = None
-    loss_grad: Tensor | None = None
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -559,11 +539,6 @@ def build(model: Model, run: Config, mesh: Mesh, n_chunks: int | None = None) ->
     return chunks
 
 
-def named_parameters(chunks: list[Chunk]) -> list[tuple[str, nn.Parameter]]:
-    """All parameters of this rank under their whole-model names, a tied one once."""
-    return [item for chunk in chunks for item in chunk.named_parameters()]
-
-
 # ------------------------------------------------------------------------------------------------
 # Hugging Face names
 # ------------------------------------------------------------------------------------------------
@@ -589,6 +564,13 @@ def hf_fused(name: str, weight: Tensor, first_expert: int = 0) -> list[tuple[str
     return [(f"{stem}.experts.{kind}_proj", (weight, first_expert))] if experts else []
 
 
+def whole(model: Model) -> Chunk:
+    """The whole model without memory, for its names and shapes."""
+    mesh = Mesh(0, 1, 1, 1, 1, 1, torch.device("meta"))
+    with torch.device("meta"):
+        return Chunk(model, Config(seq_len=2), mesh, range(model.num_hidden_layers))
+
+
 def hf_config(model: Model, dtype: str) -> dict[str, Any]:
     """config.json of a checkpoint."""
     fixed = dict(
@@ -597,34 +579,6 @@ def hf_config(model: Model, dtype: str) -> dict[str, Any]:
         torch_dtype=str(DTYPES[dtype]).removeprefix("torch."),
     )  # fmt: skip
     return fixed | dataclasses.asdict(model)
-
-
-def whole_names(model: Model) -> set[str]:
-    """Every name that a file of the whole model may have, in both spellings."""
-    with torch.device("meta"):
-        mesh = Mesh(0, 1, 1, 1, 1, 1, torch.device("meta"))
-        whole = Chunk(model, Config(seq_len=2), mesh, range(model.num_hidden_layers))
-    pairs = [(name, p) for name, p in whole.named_parameters()]
-    return {n for name, p in pairs for n, _ in hf_views(name, p) + hf_fused(name, p)}
-
-
-def load_weights(chunks: list[Chunk], directory: Path, mesh: Mesh) -> None:
-    """Fill the parameters from a Hugging Face directory; layers beyond the model's are left out.
-
-    Raises ValueError naming what is missing, surplus or of another shape.
-    """
-    views, fused, model = {}, {}, chunks[0].arch
-    depth = hf.read_config(directory)["num_hidden_layers"]
-    whole = dataclasses.replace(model, num_hidden_layers=max(depth, model.num_hidden_layers))
-    first = mesh.first_expert(model.num_experts)
-    for name, weight in named_parameters(chunks):
-        views.update(hf_views(name, weight.detach(), first))
-        fused.update(hf_fused(name, weight.detach(), first))
-    ignore = ("*.inv_freq", *(["lm_head.weight"] if model.tie_word_embeddings else []))
-    hf.load_views(
-        hf.Reader(directory), views, fused, ignore=ignore, known=whole_names(whole),
-        n_experts=model.num_experts,
-    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------
@@ -674,60 +628,6 @@ def build_optimizer(chunks: list[Chunk], run: Config, mesh: Mesh) -> Optimizer:
     return Optimizer(buckets, **{name: getattr(run, name) for name in flags})
 
 
-def router_buffers(chunks: list[Chunk]) -> dict[str, Tensor]:
-    """What the routers remember between steps, by layer: no published format has a place for it."""
-    return {
-        f"model.layers.{i}.mlp.gate.state": chunk.state[j]
-        for chunk in chunks
-        for j, i in enumerate(chunk.model.layers)
-    }
-
-
-def save(trainer: "Trainer", step: int) -> None:
-    """Start writing <out>/step-<step>: a Hugging Face directory and trainer/. The step goes on."""
-    t = trainer
-    first = t.mesh.first_expert(t.model.num_experts)
-    named = named_parameters(t.chunks)
-    state = dict(
-        tokens=t.tokens, micro_batches=t.micro_batches, data=t.loader.state_dict(),
-        updates=t.optimizer.t, skipped=t.optimizer.skipped, run=to_json(t.run),
-        model=dataclasses.asdict(t.model),
-    )  # fmt: skip
-    t.saver.save(
-        step, views=dict(view for n, p in named for view in hf_views(n, p.detach(), first)),
-        hf_config=hf_config(t.model, t.run.dtype), dtype=DTYPES[t.run.dtype],
-        slices=t.optimizer.slices(), buffers=router_buffers(t.chunks), state=state,
-        files=hf.tokenizer_files(parse_spec(t.run.data[0])[0]),
-    )  # fmt: skip
-
-
-def resume(path: Path, trainer: "Trainer") -> int:
-    """Go on from a checkpoint of this model; returns its step. Raises ValueError if it differs.
-
-    The model, the optimizer and what the sample order depends on must be the run's. All other
-    flags are taken as they are given now: so --steps N, say, means the schedule of N steps.
-    """
-    t, state = trainer, checkpoint.load_state(path)
-    fixed = ("seed", "seq_len", "optimizer")
-    mine = dataclasses.asdict(t.model) | {key: getattr(t.run, key) for key in fixed}
-    theirs = state["model"] | {key: state["run"][key] for key in fixed}
-    for key, value in json.loads(json.dumps(mine)).items():  # tuples are lists there
-        if theirs.get(key) != value:
-            raise ValueError(
-                f"{path}: {key} is {theirs.get(key)} there and {value} here: use another --out, or "
-                f"the flags of that run"
-            )
-    checkpoint.load_slices(path, t.optimizer.slices())
-    t.optimizer.refresh_params()
-    saved = checkpoint.load_buffers(path)
-    for name, buffer in router_buffers(t.chunks).items():
-        buffer.copy_(saved[name])
-    t.optimizer.t, t.optimizer.skipped = state["updates"], state["skipped"]
-    t.tokens, t.micro_batches = state["tokens"], state["micro_batches"]
-    t.loader.load_state_dict(state["data"])
-    return state["step"]
-
-
 # ------------------------------------------------------------------------------------------------
 # Train step
 # ------------------------------------------------------------------------------------------------
@@ -757,43 +657,6 @@ class Trainer:
             shape = run.micro_batch, run.seq_len // mesh.cp, self.model.hidden_size
             like = torch.empty(shape, dtype=DTYPES[run.dtype], device=mesh.device)
             self.pipe = Pipe(mesh.pp_rank, mesh.pipeline, mesh.down, mesh.up, like)
-
-
-def read_batches(
-    loader: Loader, run: Config, mesh: Mesh, samples: list, real: int | None = None
-) -> tuple[list[Batch], int]:
-    """This rank's micro-batches of a step's sequences, on the CPU, and their valid targets.
-
-    Sequences from number `real` on only fill up the last micro-batches: no target counts. With
-    context parallelism a rank has two pieces of each sequence. Runs ahead of the step, in a thread.
-    """
-    here = zigzag(run.seq_len, mesh.cp, mesh.cp_rank)
-    batches, valid = [], 0
-    for ranks in batch_map(len(samples), run.micro_batch, mesh.dp):
-        rows, positions, cu_seqlens = ranks[mesh.dp_rank], None, None
-        tokens, targets = loader.read(samples[rows])
-        if real is not None:
-            targets[max(0, real - rows.start) :] = IGNORE
-        if run.isolate_documents:
-            eos = loader.eos(samples[rows])
-            targets, positions, cu_seqlens = isolate(tokens, targets, eos)
-            positions = positions[:, here]
-        batches.append(Batch(tokens[:, here], targets[:, here], positions, cu_seqlens))
-        valid += int((batches[-1].targets != IGNORE).sum())
-    return batches, valid
-
-
-def to_device(batches: list[Batch], mesh: Mesh, first: int = 0) -> list[Batch]:
-    """Copy without waiting, and number: `first` micro-batches were before these in the run."""
-    moved = []
-    for m, b in enumerate(batches, first):
-        index = (m * mesh.dp + mesh.dp_rank) * mesh.cp + mesh.cp_rank
-        tensors = [b.tokens, b.targets, b.positions, b.cu_seqlens]
-        if mesh.device.type == "cuda":
-            pinned = [x if x is None else x.pin_memory() for x in tensors]
-            tensors = [x if x is None else x.to(mesh.device, non_blocking=True) for x in pinned]
-        moved.append(Batch(*tensors, index=index))
-    return moved
 
 
 def gradients(
@@ -915,34 +778,6 @@ def evaluate(trainer: Trainer) -> tuple[float, int]:
     return loss / max(tokens, 1), int(tokens)
 
 
-@torch.no_grad()
-def sample(trainer: Trainer, prompt: list[int], count: int, temperature: float = 0.8) -> list[int]:
-    """`count` tokens that continue `prompt`, drawn from the model; always the same for a seed.
-
-    Every window is filled up to one length, of which causal attention sees nothing: compiled code
-    would be made anew for each.
-    """
-    t, ids, T = trainer, list(prompt), trainer.run.seq_len
-    generator = seeded(torch.device("cpu"), t.run.seed, "sample")
-    for _ in range(count):
-        seen = ids[-T:]
-        window = torch.tensor([seen + [0] * (T - len(seen))], device=t.mesh.device)
-        (logits,) = run_schedule(t.chunks, [Batch(window)], pipe=t.pipe)
-        probs = (logits[0, len(seen) - 1].float().cpu() / temperature).softmax(-1)
-        ids.append(int(torch.multinomial(probs, 1, generator=generator)))
-    return ids[len(prompt) :]
-
-
-def show_sample(trainer: Trainer, log: Log) -> None:
-    """Print a continuation of a line of Python, if the data's tokenizer is at hand."""
-    encode, decode = encoder(trainer.run.data), decoder(trainer.run.data)
-    if trainer.mesh.pp * trainer.mesh.cp > 1 or encode is None or decode is None:
-        log.say("no sample: it needs --pp 1, --cp 1 and data with a tokenizer")
-        return
-    text = decode(sample(trainer, encode("def "), trainer.run.sample_tokens))
-    log.say(f"--- sample after 'def ' ---\ndef {text}\n---")
-
-
 # ------------------------------------------------------------------------------------------------
 # Main
 # ------------------------------------------------------------------------------------------------
@@ -964,7 +799,7 @@ def set_up(run: Config) -> tuple[Trainer, Log, int]:
     held = lock(run.out) if mesh.rank == 0 and not run.eval_only else None
     chunks = build(model, run, mesh)
     if run.init_from is not None and found is None:
-        load_weights(chunks, run.init_from, mesh)
+        load_weights(chunks, run.init_from, mesh, hf_views, hf_fused, whole)
     optimizer = build_optimizer(chunks, run, mesh)
     trainer = Trainer(model, run, mesh, chunks, optimizer, loader, held)
     step = 0 if found is None else resume(found, trainer)
@@ -972,25 +807,9 @@ def set_up(run: Config) -> tuple[Trainer, Log, int]:
         None if run.eval_only else run.out, to_json(run), rank=mesh.rank, resume_step=step,
         wandb_project=None if run.eval_only else run.wandb,
     )  # fmt: skip
-    announce(trainer, log, found, step)
+    what = f"{SCRIPT} {run.preset}: {active_parameters(model):,} active weights"
+    announce(trainer, log, what, found, step)
     return trainer, log, step
-
-
-def announce(t: Trainer, log: Log, found: Path | None, step: int) -> None:
-    """Say what runs, and what a user may not expect."""
-    run, active, on = t.run, active_parameters(t.model), f"{t.mesh.world} x {t.mesh.device.type}"
-    log.say(f"{SCRIPT} {run.preset}: {active:,} active weights, {on}; data {t.loader.fingerprint}")
-    bias = "the routing bias is kept in trainer/ only: Hugging Face's format has no place for it"
-    for true, said in (
-        (found, f"resumed {found}" + (", --init-from is not read" if run.init_from else "")),
-        (step >= run.steps, f"nothing to train: {step} of --steps {run.steps} are done"),
-        (not run.save_every, "--save-every 0: a checkpoint only when stopped by a signal"),
-        (run.bias_update_rate, bias),
-    ):
-        if true and not run.eval_only:
-            log.say(said)
-    for skipped in checkpoint.incomplete(run.out).items():
-        log.say("passed over {}: {}".format(*skipped))
 
 
 def train(trainer: Trainer, log: Log, done: int) -> bool:
@@ -1011,7 +830,7 @@ def train(trainer: Trainer, log: Log, done: int) -> bool:
         if run.eval_every and not stopped and (step % run.eval_every == 0 or last):
             log.eval(step, *evaluate(t))
         if stopped or (run.save_every and (step % run.save_every == 0 or last)):
-            save(t, step)
+            save(t, step, hf_views, hf_config(t.model, run.dtype))
         for line in t.saver.poll():
             log.say(line)
         if stopped:

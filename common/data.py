@@ -7,6 +7,7 @@ a target in one, an input in the other.
 Nothing here depends on the layout: every rank calls `Loader.take(global_batch)`, gets the same
 list and reads the positions that `batch_map` gives it. The order within a source is a stateless
 permutation of (seed, epoch), so the position in the data is one number a source.
+`read_batches` makes a rank's micro-batches of them, `to_device` brings them to it.
 """
 
 import copy
@@ -16,17 +17,21 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from common.config import Run
+from common.mesh import Mesh
 from common.tokens import (
     Source,
     is_count,
     open_source,
     tokenizer_digest,
 )
+from kernels.ring import zigzag
 
 IGNORE = -100  # target of a token that has none: masked, or the first of another document
 
@@ -321,3 +326,60 @@ def isolate(
     cu_seqlens = torch.full((length + 1,), B * T, dtype=torch.int32)
     cu_seqlens[: len(starts_N)] = starts_N
     return targets_BT.masked_fill(ends_BT, IGNORE), positions_BT, cu_seqlens
+
+
+@dataclass
+class Batch:
+    """One micro-batch: tokens (B, T) and targets (B, T, IGNORE where none), int64.
+
+    Without targets the model returns logits. With isolated documents `positions` (B, T) restart
+    in each and `cu_seqlens` (int32) are their starts among the B·T tokens; else both are None.
+    `index` counts micro-batches over the whole run (random forced routing draws from it).
+    `routes`: layer → chosen experts (N, K): a layer found there uses them (router replay),
+    another notes its own. `loss_grad`: the gradient that the loss will receive, where known.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    index: int = 0
+    routes: dict[int, torch.Tensor] | None = None
+    loss_grad: torch.Tensor | None = None
+
+
+def read_batches(
+    loader: Loader, run: Run, mesh: Mesh, samples: list, real: int | None = None
+) -> tuple[list[Batch], int]:
+    """This rank's micro-batches of a step's sequences, on the CPU, and their valid targets.
+
+    Sequences from number `real` on only fill up the last micro-batches: no target counts. With
+    context parallelism a rank has two pieces of each sequence. Runs ahead of the step, in a thread.
+    """
+    here = zigzag(run.seq_len, mesh.cp, mesh.cp_rank)
+    batches, valid = [], 0
+    for ranks in batch_map(len(samples), run.micro_batch, mesh.dp):
+        rows, positions, cu_seqlens = ranks[mesh.dp_rank], None, None
+        tokens, targets = loader.read(samples[rows])
+        if real is not None:
+            targets[max(0, real - rows.start) :] = IGNORE
+        if run.isolate_documents:
+            eos = loader.eos(samples[rows])
+            targets, positions, cu_seqlens = isolate(tokens, targets, eos)
+            positions = positions[:, here]
+        batches.append(Batch(tokens[:, here], targets[:, here], positions, cu_seqlens))
+        valid += int((batches[-1].targets != IGNORE).sum())
+    return batches, valid
+
+
+def to_device(batches: list[Batch], mesh: Mesh, first: int = 0) -> list[Batch]:
+    """Copy without waiting, and number: `first` micro-batches were before these in the run."""
+    moved = []
+    for m, b in enumerate(batches, first):
+        index = (m * mesh.dp + mesh.dp_rank) * mesh.cp + mesh.cp_rank
+        tensors = [b.tokens, b.targets, b.positions, b.cu_seqlens]
+        if mesh.device.type == "cuda":
+            pinned = [x if x is None else x.pin_memory() for x in tensors]
+            tensors = [x if x is None else x.to(mesh.device, non_blocking=True) for x in pinned]
+        moved.append(Batch(*tensors, index=index))
+    return moved

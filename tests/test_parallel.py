@@ -66,7 +66,7 @@ def train(rank, world, flags, out=None):
         records.append(script.train_step(t, step))
         slices.append([(n, kind, at, x.clone()) for n, kind, at, x in t.optimizer.slices()])
     if out is not None:
-        script.save(t, 3)
+        script.save(t, 3, script.hf_views, script.hf_config(t.model, t.run.dtype))
         t.saver.wait()
     return records, slices[0], slices[-1], script.evaluate(t)
 
@@ -209,7 +209,7 @@ def train_from(rank, world, flags, out, steps, saved_at=None):
     for step in steps:
         losses.append(script.train_step(t, step)["loss"])
         if step == saved_at:
-            script.save(t, step)
+            script.save(t, step, script.hf_views, script.hf_config(t.model, t.run.dtype))
             t.saver.wait()
     return losses, slices, t.loader.state_dict()
 

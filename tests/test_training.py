@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import train_qwen3_moe as script
 from common import checkpoint, hf
 from common.config import to_json
+from common.data import isolate
 from common.dualpipev import Tape, backward, drive, forward, pair, run
 from common.mesh import build as build_mesh
 from common.mesh import spread_layers
@@ -78,7 +79,8 @@ def test_run_logs_evaluates_saves_and_transformers_loads_it(small, tmp_path, cap
     assert model == SMALL
     cfg = run_config(dtype="fp32", seq_len=32)
     (chunk,) = script.build(model, cfg, build_mesh(cfg, CPU))
-    script.load_weights([chunk], saved, build_mesh(cfg, CPU))
+    names = script.hf_views, script.hf_fused, script.whole
+    script.load_weights([chunk], saved, build_mesh(cfg, CPU), *names)
     tokens = torch.arange(32)[None]
     with torch.no_grad():
         mine = drive(chunk(None, script.Batch(tokens), None))
@@ -549,7 +551,7 @@ def test_documents_do_not_see_each_other(tmp_path):
     other[:, :4] = (other[:, :4] + 1) % 60
     logits = []
     for ids in (tokens, other):
-        targets, positions, cu_seqlens = script.isolate(ids, ids.roll(-1, 1), [70, 70])
+        targets, positions, cu_seqlens = isolate(ids, ids.roll(-1, 1), [70, 70])
         assert (targets[:, 4] == script.IGNORE).all() and (targets[:, 5:] >= 0).all()
         assert positions[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]
         batch = script.Batch(ids, None, positions, cu_seqlens)
