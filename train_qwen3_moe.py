@@ -52,6 +52,7 @@ from kernels.dispatch import Plan, collect, crossing, dispatch_plan, lay_out, sp
 from kernels.embedding import embedding
 from kernels.experts import expert_mlp
 from kernels.ring import zigzag
+from kernels.router import router_logits
 
 # ------------------------------------------------------------------------------------------------
 # Config and presets
@@ -293,7 +294,7 @@ class Router(nn.Module):
         state_2E: each expert's share of the previous step's slots, and its bias; ids_NK given
         replaces the choice. Statistics: slots received, and the sum of probabilities.
         """
-        logits_NE = F.linear(up(tokens_ND), up(self.weight))
+        logits_NE = router_logits(tokens_ND, self.weight)
         probs_NE = logits_NE.softmax(-1)
         previous_E, bias_E = state_2E.unbind()
         if ids_NK is None:

@@ -254,7 +254,7 @@ class _TritonExpertMLP(torch.autograd.Function):
         rows_RD, weights_RK = rows_RD.contiguous(), weights_RK.float().contiguous()
         slots, (experts, hidden, width) = len(plan.order_S), down.shape
         cut = grouped.cut_for(experts, slots, hidden, width)
-        tiles = grouped.tiles_of(plan.offsets_E, slots, cut.block)
+        tiles = grouped.tiles_of(plan.offsets_E, slots, cut.block, cut.least)
         act = None if act == "swiglu" else (act.alpha, act.limit)
         h_S2F, a_SF = grouped.up(rows_RD, weights_RK, gate_up, b_gate_up, plan, tiles, act, cut.up)
         y_SD = grouped.product(

@@ -40,9 +40,10 @@ class Config(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The slots of a tile, and how each kernel is cut."""
+    """The slots of a tile, those of an expert's last one if they suffice, and each kernel's cut."""
 
     block: int = 128
+    least: int = 64
     up: Config = Config(128, 64, 8, 4)
     down: Config = Config(256, 64, 8, 4)
     down_backward: Config = Config(256, 64, 8, 3)
@@ -61,12 +62,14 @@ def cut_for(experts: int, slots: int, hidden: int, width: int) -> Cut:
 
 class Tiles(NamedTuple):
     """Row tiles of a plan: table (T, 2) int32 (expert, first slot), T the most there can be;
-    count (1,): how many there are; offsets_E of the plan; block: slots of a tile."""
+    count (1,): how many there are; offsets_E of the plan; block: slots of a tile; least: of one
+    that has no more than these, the last of an expert, so that less of it is computed in vain."""
 
     table_T2: Tensor
     count: Tensor
     offsets_E: Tensor
     block: int
+    least: int
 
 
 @triton.jit
@@ -87,8 +90,8 @@ def _tiles_kernel(offsets_E, table_T2, count, E: tl.constexpr, EXPERTS: tl.const
     tl.store(count, total)
 
 
-def tiles_of(offsets_E: Tensor, slots: int, block: int) -> Tiles:
-    """Cut each expert's slots into tiles, on the device."""
+def tiles_of(offsets_E: Tensor, slots: int, block: int, least: int | None = None) -> Tiles:
+    """Cut each expert's slots into tiles, on the device; `least` is `block` if not given."""
     E = len(offsets_E)
     most = triton.cdiv(slots, block) + E
     table = offsets_E.new_empty(most, 2)
@@ -96,7 +99,7 @@ def tiles_of(offsets_E: Tensor, slots: int, block: int) -> Tiles:
     _tiles_kernel[triton.cdiv(most, 64),](
         offsets_E, table, count, E, triton.next_power_of_2(E), block, 64
     )
-    return Tiles(table, count, offsets_E, block)
+    return Tiles(table, count, offsets_E, block, least or block)
 
 
 @triton.jit
@@ -140,46 +143,60 @@ def _activate(gate, value, alpha, limit, CLAMPED: tl.constexpr):
 
 
 @triton.jit
+def _up_tile(
+    x_RD, rows_S, order_S, weights_RK, gate_up, bias_E2F, h_S2F, a_SF, e, first, end, column,
+    alpha, limit, CLAMPED: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    at = first + tl.arange(0, BM)
+    row = tl.load(rows_S + tl.minimum(at, end - 1))  # beyond the end: read, never stored
+    k = tl.arange(0, BK)
+    x_ptrs = x_RD + row[:, None] * D + k[None, :]
+    gate = tl.zeros((BM, BN), tl.float32)
+    value = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, D, BK):
+        if D % BK == 0:
+            x = tl.load(x_ptrs + k0)
+        else:
+            x = tl.load(x_ptrs + k0, mask=(k0 + k < D)[None, :], other=0.0)
+        w = gate_up.load([e, column * BN, k0]).reshape(BN, BK)
+        gate = tl.dot(x, w.T, gate)
+        w = gate_up.load([e, F + column * BN, k0]).reshape(BN, BK)
+        value = tl.dot(x, w.T, value)
+    n = column * BN + tl.arange(0, BN)
+    if BIASED:
+        bias = bias_E2F + e * (2 * F) + n
+        gate += tl.load(bias, mask=n < F, other=0.0).to(tl.float32)[None, :]
+        value += tl.load(bias + F, mask=n < F, other=0.0).to(tl.float32)[None, :]
+    gate, value = gate.to(h_S2F.dtype.element_ty), value.to(h_S2F.dtype.element_ty)
+    mask = (at < end)[:, None] & (n < F)[None, :]
+    here = tl.arange(0, BM)[:, None]
+    h_ptrs = h_S2F + first.to(tl.int64) * (2 * F) + (here * (2 * F) + n[None, :])
+    tl.store(h_ptrs, gate, mask=mask)
+    tl.store(h_ptrs + F, value, mask=mask)
+    weight = tl.load(weights_RK + tl.load(order_S + at, mask=at < end, other=0))
+    a = _activate(gate.to(tl.float32), value.to(tl.float32), alpha, limit, CLAMPED)
+    a_ptrs = a_SF + first.to(tl.int64) * F + (here * F + n[None, :])
+    tl.store(a_ptrs, (a * weight[:, None]).to(a_SF.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _up_kernel(
     x_RD, rows_S, order_S, weights_RK, gate_up, bias_E2F, h_S2F, a_SF, table_T2, count, offsets_E,
     alpha, limit, CLAMPED: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    FLATTEN: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = (F + BN - 1) // BN
     n_tiles = tl.load(count)
     for tile in tl.range(tl.program_id(0), n_tiles * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
         e, first, end, column = _place(tile, n_tiles, table_T2, offsets_E, COLUMNS, GROUP)
-        at = first + tl.arange(0, BM)
-        row = tl.load(rows_S + tl.minimum(at, end - 1))  # beyond the end: read, never stored
-        k = tl.arange(0, BK)
-        x_ptrs = x_RD + row[:, None] * D + k[None, :]
-        gate = tl.zeros((BM, BN), tl.float32)
-        value = tl.zeros((BM, BN), tl.float32)
-        for k0 in range(0, D, BK):
-            if D % BK == 0:
-                x = tl.load(x_ptrs + k0)
-            else:
-                x = tl.load(x_ptrs + k0, mask=(k0 + k < D)[None, :], other=0.0)
-            w = gate_up.load([e, column * BN, k0]).reshape(BN, BK)
-            gate = tl.dot(x, w.T, gate)
-            w = gate_up.load([e, F + column * BN, k0]).reshape(BN, BK)
-            value = tl.dot(x, w.T, value)
-        n = column * BN + tl.arange(0, BN)
-        if BIASED:
-            bias = bias_E2F + e * (2 * F) + n
-            gate += tl.load(bias, mask=n < F, other=0.0).to(tl.float32)[None, :]
-            value += tl.load(bias + F, mask=n < F, other=0.0).to(tl.float32)[None, :]
-        gate, value = gate.to(h_S2F.dtype.element_ty), value.to(h_S2F.dtype.element_ty)
-        mask = (at < end)[:, None] & (n < F)[None, :]
-        here = tl.arange(0, BM)[:, None]
-        h_ptrs = h_S2F + first.to(tl.int64) * (2 * F) + (here * (2 * F) + n[None, :])
-        tl.store(h_ptrs, gate, mask=mask)
-        tl.store(h_ptrs + F, value, mask=mask)
-        weight = tl.load(weights_RK + tl.load(order_S + at, mask=at < end, other=0))
-        a = _activate(gate.to(tl.float32), value.to(tl.float32), alpha, limit, CLAMPED)
-        a_ptrs = a_SF + first.to(tl.int64) * F + (here * F + n[None, :])
-        tl.store(a_ptrs, (a * weight[:, None]).to(a_SF.dtype.element_ty), mask=mask)
+        if LEAST == BM or end - first > LEAST:
+            _up_tile(x_RD, rows_S, order_S, weights_RK, gate_up, bias_E2F, h_S2F, a_SF, e, first,
+                     end, column, alpha, limit, CLAMPED, BIASED, D, F, BM, BN, BK)  # fmt: skip
+        else:
+            _up_tile(x_RD, rows_S, order_S, weights_RK, gate_up, bias_E2F, h_S2F, a_SF, e, first,
+                     end, column, alpha, limit, CLAMPED, BIASED, D, F, LEAST, BN, BK)  # fmt: skip
 
 
 def up(x_RD, weights_RK, gate_up, bias_E2F, plan, tiles, activation, config):
@@ -193,49 +210,65 @@ def up(x_RD, weights_RK, gate_up, bias_E2F, plan, tiles, activation, config):
         x_RD, plan.rows_S, plan.order_S, weights_RK, _weights(gate_up, config),
         bias_E2F, h_S2F, a_SF, tiles.table_T2, tiles.count, tiles.offsets_E, alpha, limit,
         activation is not None, bias_E2F is not None, D, F, tiles.block, config.columns,
-        config.depth, config.group, config.flatten, **launch(config),
+        config.depth, config.group, config.flatten, tiles.least, **launch(config),
     )  # fmt: skip
     return h_S2F, a_SF
 
 
 @triton.jit
+def _product_tile(
+    a_SI, w, y_SO, order_S, weights_RK, bias_EO, e, first, end, column, OUT_FIRST: tl.constexpr,
+    BIASED: tl.constexpr, I: tl.constexpr, O: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, I, BK):
+        a = a_SI.load([first, k0])  # rows beyond the end: another expert's, never stored
+        if OUT_FIRST:
+            acc = tl.dot(a, w.load([e, column * BN, k0]).reshape(BN, BK).T, acc)
+        else:
+            acc = tl.dot(a, w.load([e, k0, column * BN]).reshape(BK, BN), acc)
+    at, n = first + tl.arange(0, BM), column * BN + tl.arange(0, BN)
+    if BIASED:
+        weight = tl.load(weights_RK + tl.load(order_S + at, mask=at < end, other=0))
+        bias = tl.load(bias_EO + e * O + n, mask=n < O, other=0.0).to(tl.float32)
+        acc += weight[:, None] * bias[None, :]
+    y_ptrs = y_SO + first.to(tl.int64) * O + (tl.arange(0, BM)[:, None] * O + n[None, :])
+    mask = (at < end)[:, None] & (n < O)[None, :]
+    tl.store(y_ptrs, acc.to(y_SO.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _product_kernel(
-    a_SI, w, y_SO, order_S, weights_RK, bias_EO, table_T2, count, offsets_E,
+    a_SI, a_few_SI, w, y_SO, order_S, weights_RK, bias_EO, table_T2, count, offsets_E,
     OUT_FIRST: tl.constexpr, BIASED: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    FLATTEN: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = (O + BN - 1) // BN
     n_tiles = tl.load(count)
     for tile in tl.range(tl.program_id(0), n_tiles * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
         e, first, end, column = _place(tile, n_tiles, table_T2, offsets_E, COLUMNS, GROUP)
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k0 in range(0, I, BK):
-            a = a_SI.load([first, k0])  # rows beyond the end: another expert's, never stored
-            if OUT_FIRST:
-                acc = tl.dot(a, w.load([e, column * BN, k0]).reshape(BN, BK).T, acc)
-            else:
-                acc = tl.dot(a, w.load([e, k0, column * BN]).reshape(BK, BN), acc)
-        at, n = first + tl.arange(0, BM), column * BN + tl.arange(0, BN)
-        if BIASED:
-            weight = tl.load(weights_RK + tl.load(order_S + at, mask=at < end, other=0))
-            bias = tl.load(bias_EO + e * O + n, mask=n < O, other=0.0).to(tl.float32)
-            acc += weight[:, None] * bias[None, :]
-        y_ptrs = y_SO + first.to(tl.int64) * O + (tl.arange(0, BM)[:, None] * O + n[None, :])
-        mask = (at < end)[:, None] & (n < O)[None, :]
-        tl.store(y_ptrs, acc.to(y_SO.dtype.element_ty), mask=mask)
+        if LEAST == BM or end - first > LEAST:
+            _product_tile(a_SI, w, y_SO, order_S, weights_RK, bias_EO, e, first, end, column,
+                          OUT_FIRST, BIASED, I, O, BM, BN, BK)  # fmt: skip
+        else:
+            _product_tile(a_few_SI, w, y_SO, order_S, weights_RK, bias_EO, e, first, end, column,
+                          OUT_FIRST, BIASED, I, O, LEAST, BN, BK)  # fmt: skip
 
 
 def product(a_SI, w, plan, tiles, config, *, out_first, weights_RK=None, bias_EO=None):
     """(S, O) of each group: w (E, O, I) if `out_first`, else (E, I, O); bias (E, O) is weighted."""
     O, S = w.shape[1 if out_first else 2], len(a_SI)
     I, y_SO = a_SI.shape[1], a_SI.new_empty(S, O)
-    a = TensorDescriptor(a_SI, [S, I], [I, 1], [tiles.block, config.depth])
+    a, a_few = (TensorDescriptor(a_SI, [S, I], [I, 1], [block, config.depth])
+                for block in (tiles.block, tiles.least))  # fmt: skip
     n_tiles = len(tiles.table_T2) * triton.cdiv(O, config.columns)
     _product_kernel[grid(a_SI.device, n_tiles, config.resident)](
-        a, _weights(w, config, out_first), y_SO, plan.order_S, weights_RK, bias_EO, tiles.table_T2,
-        tiles.count, tiles.offsets_E, out_first, bias_EO is not None, I, O, tiles.block,
-        config.columns, config.depth, config.group, config.flatten, **launch(config),
+        a, a_few, _weights(w, config, out_first), y_SO, plan.order_S, weights_RK, bias_EO,
+        tiles.table_T2, tiles.count, tiles.offsets_E, out_first, bias_EO is not None, I, O,
+        tiles.block, config.columns, config.depth, config.group, config.flatten, tiles.least,
+        **launch(config),
     )  # fmt: skip
     return y_SO
 
@@ -317,38 +350,54 @@ def _through_halves(da, left, args, CLAMPED: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
+def _down_backward_tile(
+    dout_RD, rows_S, order_S, weights_RK, down, h_S2F, dh_S2F, a_SF, dw_SC, e, first, end, column,
+    alpha, limit, CLAMPED: tl.constexpr, D: tl.constexpr, F: tl.constexpr, COLUMNS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    at = first + tl.arange(0, BM)
+    row = tl.load(rows_S + tl.minimum(at, end - 1))
+    k = tl.arange(0, BK)
+    dy_ptrs = dout_RD + row[:, None] * D + k[None, :]
+    da = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, D, BK):
+        if D % BK == 0:
+            dy = tl.load(dy_ptrs + k0)
+        else:
+            dy = tl.load(dy_ptrs + k0, mask=(k0 + k < D)[None, :], other=0.0)
+        da = tl.dot(dy, down.load([e, k0, column * BN]).reshape(BK, BN), da)
+    weight = tl.load(weights_RK + tl.load(order_S + at, mask=at < end, other=0))
+    start, rows = first.to(tl.int64), end - first
+    h_SF, dh_SF, tile_SF = h_S2F + start * (2 * F), dh_S2F + start * (2 * F), a_SF + start * F
+    args = (h_SF, dh_SF, tile_SF, weight, rows, alpha, limit)
+    if BN > 128:
+        left, right = halves(da)
+        dweight = _through_halves(left, column * BN, args, CLAMPED, F)
+        dweight += _through_halves(right, column * BN + BN // 2, args, CLAMPED, F)
+    else:
+        dweight = _through_halves(da, column * BN, args, CLAMPED, F)
+    tl.store(dw_SC + at * COLUMNS + column, dweight, mask=at < end)
+
+
+@triton.jit
 def _down_backward_kernel(
     dout_RD, rows_S, order_S, weights_RK, down, h_S2F, dh_S2F, a_SF, dw_SC, table_T2, count,
     offsets_E, alpha, limit, CLAMPED: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    FLATTEN: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = (F + BN - 1) // BN
     n_tiles = tl.load(count)
     for tile in tl.range(tl.program_id(0), n_tiles * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
         e, first, end, column = _place(tile, n_tiles, table_T2, offsets_E, COLUMNS, GROUP)
-        at = first + tl.arange(0, BM)
-        row = tl.load(rows_S + tl.minimum(at, end - 1))
-        k = tl.arange(0, BK)
-        dy_ptrs = dout_RD + row[:, None] * D + k[None, :]
-        da = tl.zeros((BM, BN), tl.float32)
-        for k0 in range(0, D, BK):
-            if D % BK == 0:
-                dy = tl.load(dy_ptrs + k0)
-            else:
-                dy = tl.load(dy_ptrs + k0, mask=(k0 + k < D)[None, :], other=0.0)
-            da = tl.dot(dy, down.load([e, k0, column * BN]).reshape(BK, BN), da)
-        weight = tl.load(weights_RK + tl.load(order_S + at, mask=at < end, other=0))
-        start, rows = first.to(tl.int64), end - first
-        h_SF, dh_SF, tile_SF = h_S2F + start * (2 * F), dh_S2F + start * (2 * F), a_SF + start * F
-        args = (h_SF, dh_SF, tile_SF, weight, rows, alpha, limit)
-        if BN > 128:
-            left, right = halves(da)
-            dweight = _through_halves(left, column * BN, args, CLAMPED, F)
-            dweight += _through_halves(right, column * BN + BN // 2, args, CLAMPED, F)
+        if LEAST == BM or end - first > LEAST:
+            _down_backward_tile(
+                dout_RD, rows_S, order_S, weights_RK, down, h_S2F, dh_S2F, a_SF, dw_SC, e, first,
+                end, column, alpha, limit, CLAMPED, D, F, COLUMNS, BM, BN, BK)  # fmt: skip
         else:
-            dweight = _through_halves(da, column * BN, args, CLAMPED, F)
-        tl.store(dw_SC + at * COLUMNS + column, dweight, mask=at < end)
+            _down_backward_tile(
+                dout_RD, rows_S, order_S, weights_RK, down, h_S2F, dh_S2F, a_SF, dw_SC, e, first,
+                end, column, alpha, limit, CLAMPED, D, F, COLUMNS, LEAST, BN, BK)  # fmt: skip
 
 
 def down_backward(dout_RD, weights_RK, down, h_S2F, plan, tiles, activation, config):
@@ -362,6 +411,6 @@ def down_backward(dout_RD, weights_RK, down, h_S2F, plan, tiles, activation, con
         dout_RD, plan.rows_S, plan.order_S, weights_RK, _weights(down, config, False),
         h_S2F, dh_S2F, a_SF, dw_SC, tiles.table_T2, tiles.count, tiles.offsets_E, alpha, limit,
         activation is not None, D, F, tiles.block, config.columns, config.depth, config.group,
-        config.flatten, **launch(config),
+        config.flatten, tiles.least, **launch(config),
     )  # fmt: skip
     return dh_S2F, a_SF, dw_SC.sum(1)

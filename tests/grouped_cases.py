@@ -18,7 +18,7 @@ def small_blocks():
     from kernels import grouped, grouped_wgrad
 
     config, wide = grouped.Config(32, 32, 4, 2, group=2), grouped.Config(32, 64, 4, 2, group=3)
-    grouped.cut_for = lambda *shape: grouped.Cut(16, config, config, config, wide)
+    grouped.cut_for = lambda *shape: grouped.Cut(32, 16, config, config, config, wide)
     grouped_wgrad.WGRAD = grouped_wgrad.WgradConfig(64, 32, 16, 4, 2, group=2)
     return grouped, grouped_wgrad
 

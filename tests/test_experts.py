@@ -265,13 +265,14 @@ def test_compiles_to_tensor_core_code(arch, instruction, name, D, width):
         kernel, types = gw._wgrad_kernel, {}
         constants |= dict(O=D, I=width, BO=config.rows, BI=config.columns, ADD=config.add)
     else:
-        constants |= dict(BM=cut.block, BN=config.columns)
+        constants |= dict(BM=cut.block, LEAST=cut.least, BN=config.columns)
         first = name in ("up", "down")
         block = (config.columns, config.depth) if first else (config.depth, config.columns)
         types = dict.fromkeys(
             ("gate_up", "w", "down"), f"tensordesc<bf16[1, {block[0]}, {block[1]}]>"
         )
         types["a_SI"] = f"tensordesc<bf16[{cut.block}, {config.depth}]>"
+        types["a_few_SI"] = f"tensordesc<bf16[{cut.least}, {config.depth}]>"
     if name == "up":
         kernel = g._up_kernel
         constants |= dict(D=D, F=width, CLAMPED=clamped, BIASED=clamped)
