@@ -62,7 +62,7 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     is 4, clamped to ±127; elements are rounded to nearest, ties to even, and saturate at 6. A block
     that is not finite gets the scale NaN. What `dequantize` gave comes back as the same numbers.
     """
-    blocked = up(values).unflatten(-1, (-1, BLOCK))
+    blocked = up(values).contiguous().unflatten(-1, (-1, BLOCK))
     largest = blocked.abs().amax(-1)
     _, exponent = torch.frexp(largest)  # largest = m · 2^exponent with ½ ≤ m < 1
     exponent = torch.where(largest > 0, exponent - 3, -BIAS).clamp(-BIAS, BIAS)
