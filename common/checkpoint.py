@@ -74,7 +74,7 @@ class Saver:
         self,
         step: int,
         *,
-        views: dict[str, Tensor],
+        views: dict[str, Tensor | hf.Rows],
         hf_config: dict,
         dtype: torch.dtype,
         slices: Iterable[tuple[str, str, int, Tensor]],
@@ -87,8 +87,8 @@ class Saver:
         Waits for the previous save first. What was given may be changed as soon as it returns. A
         failed write raises nothing, it is a line of `poll`, and the next save tries again.
 
-        views: this rank's Hugging Face name -> tensor, saved as `dtype`; of replicas that name
-            the same, one copies and writes it.
+        views: this rank's Hugging Face name -> tensor or `hf.Rows`, saved as `dtype`; of replicas
+            that name the same, one copies and writes it.
         hf_config: config.json's content.
         slices: (parameter, kind, start, 1-D tensor) of the optimizer state that this rank owns, in
             the tensor's own dtype; kinds are the optimizer's words, such as "master" or "exp_avg".
@@ -102,14 +102,18 @@ class Saver:
         record, hf_config = json.loads(json.dumps([record, hf_config]))  # fails now, and copies
         tmp = self.out / f".tmp-step-{step:08d}"
         buffers = {name: b.detach().to("cpu", copy=True) for name, b in buffers.items()}
-        mine = hf.nbytes(views, dtype), buffers
+        mine = hf.inventory(views, dtype), buffers
         try:
             _together(self.world, lambda: rundir.prepare(self.out, tmp) if self.rank == 0 else None)
             inventories = _together(self.world, lambda: _find(self.out, tmp) or mine)
+            holders = [held for held, _ in inventories]
+            # A barrier too: nobody writes into a file of all ranks before it is there.
+            _together(
+                self.world, lambda: hf.create_shared(tmp, holders) if self.rank == 0 else None
+            )
         except OSError as e:
             self._finish(step, began, tmp, str(e))
             return
-        holders = [sizes for sizes, _ in inventories]
         buffers = {name: b for _, part in inventories for name, b in part.items()}
         views, slices = _snapshot(holders, self.rank, views, dtype, slices)
 
@@ -234,12 +238,15 @@ def _snapshot(holders, rank, views, dtype, slices):
         host = torch.empty(source.shape, dtype=kind, device="cpu", pin_memory=source.is_cuda)
         return host.copy_(source, non_blocking=True)
 
-    on_gpu = any(tensor.is_cuda for tensor in [*views.values(), *(t for *_, t in slices)])
-    plan = hf.plan_shards(holders, 1)  # who writes what does not depend on the size of the files
-    names = [name for writer, names in plan if writer == rank for name in names]
-    host_views = {name: copy(views[name], hf.file_dtype(views[name], dtype)) for name in names}
+    host_views = {}
+    for name in hf.written_by(rank, holders):
+        view = views[name]
+        rows = isinstance(view, hf.Rows)
+        tensor = view.tensor if rows else view
+        host = copy(tensor, hf.file_dtype(tensor, dtype))
+        host_views[name] = view._replace(tensor=host) if rows else host
     host_slices = [(*key, copy(tensor, tensor.dtype)) for *key, tensor in slices]
-    if on_gpu:
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return host_views, host_slices
 

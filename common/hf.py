@@ -8,39 +8,24 @@ the views and loading copies into them; which view is which part is the training
     load_views(reader, views, fused, ignore=("*.inv_freq",), n_experts=128)
     save_views("out/model", views, config, torch.bfloat16)
 
-Only safetensors files are read and written (format: github.com/huggingface/safetensors, README);
-nothing is ever unpickled. Files are written here rather than by `safetensors.torch.save_file`,
-which wants all tensors of a file contiguous in host memory at once and reports a full disk as
-something other than OSError.
+A tensor that has all experts on disk is viewed as `Rows`: those that this rank holds. Only
+safetensors files are read and written (common/tensorfile.py); nothing is ever unpickled.
 """
 
 import json
-import os
-import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common import tensorfile
+from common.mxfp4 import Unpacked
+from common.tensorfile import Piece, Rows, file_dtype, natural, write_tensors, writing
+
 INDEX = "model.safetensors.index.json"
-SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
     "chat_template.jinja vocab.json merges.txt vocab.txt tokenizer.model"
@@ -49,6 +34,7 @@ PICKLED = (
     "pickled weights, which are not read: convert them with transformers' from_pretrained and then "
     "save_pretrained, which writes safetensors"
 )
+SHARD_GIB = 4.0  # of a file, or one tensor
 LOADABLE = ("F64", "F32", "BF16", "F16")  # others (fp8, packed int) mean nothing without scales
 
 
@@ -143,7 +129,7 @@ def _indexed_files(path):
 
 def load_views(
     reader: Reader,
-    views: dict[str, Tensor],
+    views: dict[str, Tensor | Rows],
     fused: dict[str, tuple[Tensor, int]] | None = None,
     *,
     ignore: tuple[str, ...] = (),
@@ -152,26 +138,29 @@ def load_views(
 ) -> None:
     """Copy a model's tensors from files into this rank's parameters, or copy nothing and say why.
 
-    views: Hugging Face name -> destination of that shape, any float dtype (the file's is cast).
+    views: Hugging Face name -> destination of that shape, any float dtype (the file's is cast), or
+        `Rows` of what is in the file. X may also stand there in MXFP4, X_blocks and X_scales.
     fused: name of a stack of all experts, (E, ...) in the file -> (destination (E_local, ...), its
         first expert). Read only where a view that lies inside the destination has no tensor of its
         own in the files, so that both spellings on disk fill the same memory.
     ignore: shell patterns of names that may be surplus ("lm_head.weight" when tied; "*.inv_freq").
     known: every name of the whole model, in each spelling it may have, for a rank that holds a
         part of it; without it, whatever this rank does not use is surplus.
-    n_experts: the rows that a fused tensor must have; without it, at least those used.
+    n_experts: the rows that a fused tensor, or one of `Rows`, must have; without it, at least those
+        used. Such tensors are read expert by expert.
 
     Raises ValueError naming (the first few of, and how many) missing and surplus tensors and those
-    of another shape or of an element type that is no plain float.
+    of another shape or of an element type that is no plain float; MXFP4 of which a part is missing.
     """
     fused = fused or {}
+    reader = Unpacked(reader, views.keys() | fused.keys() | (known or set()))
     missing = views.keys() - reader.names
     stacks = {  # only the fused tensors that stand in for something missing
-        name: (dest, first)
+        name: Rows(dest, first, tuple(dest.shape[1:]))
         for name, (dest, first) in fused.items()
         if name in reader.names and any(_inside(views[m], dest) for m in missing)
     }
-    dests = [dest for dest, _ in stacks.values()]
+    dests = [rows.tensor for rows in stacks.values()]
     missing = {m for m in missing if not any(_inside(views[m], dest) for dest in dests)}
     allowed = views.keys() | stacks.keys() | (known or set())
     surplus = [
@@ -180,19 +169,23 @@ def load_views(
         if not any(fnmatchcase(name, pattern) for pattern in ignore)
     ]
     present = {name: view for name, view in views.items() if name in reader.names}
+    stacks |= {name: view for name, view in present.items() if isinstance(view, Rows)}
+    present = {name: view for name, view in present.items() if name not in stacks}
     wrong = _mismatches(reader, present, stacks, n_experts)
     if missing or surplus or wrong:
         parts = [("missing", missing), ("surplus", surplus), ("not as the model's", wrong)]
         said = "; ".join(f"{len(p)} {what}: {_few(p)}" for what, p in parts if p)
         raise ValueError(f"{reader.path} does not fit the model: {said}")
-    for name, (dest, first) in stacks.items():
-        dest.detach().copy_(reader.read(name, slice(first, first + dest.shape[0])))
+    for name, rows in stacks.items():
+        for i, row in enumerate(rows.tensor.detach(), rows.first):
+            row.copy_(reader.read(name, slice(i, i + 1)).reshape(row.shape))
     for name, view in present.items():
         view.detach().copy_(reader.read(name))
 
 
 def _inside(view, dest):
     """Whether `view` lies in the memory of `dest`: dense views, maybe all of one flat buffer."""
+    view = view.tensor if isinstance(view, Rows) else view
     if view.untyped_storage().data_ptr() != dest.untyped_storage().data_ptr():
         return False
     return 0 <= view.storage_offset() - dest.storage_offset() < dest.numel()
@@ -203,11 +196,11 @@ def _mismatches(reader, present, stacks, n_experts):
     for name, view in present.items():
         if reader.shape(name) != tuple(view.shape):
             wrong.append(f"{name} {reader.shape(name)}, the model has {tuple(view.shape)}")
-    for name, (dest, first) in stacks.items():
-        rows, *rest = reader.shape(name)
-        enough = rows >= first + dest.shape[0] if n_experts is None else rows == n_experts
-        if not enough or rest != list(dest.shape[1:]):
-            wanted = (n_experts or first + dest.shape[0], *dest.shape[1:])
+    for name, (tensor, first, shape) in stacks.items():
+        held, *rest = reader.shape(name) or (0,)
+        used = first + len(tensor)
+        if rest != list(shape) or (held < used if n_experts is None else held != n_experts):
+            wanted = (n_experts or used, *shape)
             wrong.append(f"{name} {reader.shape(name)}, the model has {wanted}")
     for name in present.keys() | stacks.keys():
         if reader.dtype(name) not in LOADABLE:
@@ -225,54 +218,86 @@ def _few(names, n=4):
 
 def save_views(
     path: str | Path,
-    views: dict[str, Tensor],
+    views: dict[str, Tensor | Rows],
     config: dict,
     dtype: torch.dtype,
-    shard_gib: float = 4.0,
+    shard_gib: float = SHARD_GIB,
     *,
-    holders: list[dict[str, int]] | None = None,
+    holders: list[dict[str, int | Piece]] | None = None,
     rank: int = 0,
 ) -> None:
     """Write a directory that transformers' from_pretrained loads: config, index, shards.
 
-    views: this rank's Hugging Face name -> tensor, any strides and device. Floats are written as
-        `dtype`, others as they are; one tensor at a time is brought to the CPU.
-    holders: for a model spread over ranks, what `nbytes(views, dtype)` gave on each of them, in
-        rank order. Every tensor is written by one of its holders into a file of its own rank, rank
-        0 writes the index, and nothing is sent. The layout depends on `holders` alone.
+    views: this rank's Hugging Face name -> tensor or `Rows`, any strides and device. Floats are
+        written as `dtype`, others as they are; one tensor at a time is brought to the CPU.
+    holders: for a model spread over ranks, what `inventory(views, dtype)` gave on each of them, in
+        rank order; rank 0 has called `create_shared` before any rank comes here. Every tensor is
+        written by one of its holders into a file of its own rank, and `Rows` by theirs into files
+        of all ranks; rank 0 writes the index, and nothing is sent. The layout depends on `holders`
+        alone.
 
     Raises OSError. The directory is made where it is not there; its files are fsynced.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    holders = holders or [nbytes(views, dtype)]
-    shards = plan_shards(holders, int(shard_gib * 2**30))
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, (writer, names) in zip(files, shards):
+    if holders is None:
+        holders = [inventory(views, dtype)]
+        create_shared(path, holders, shard_gib)
+    own, shared = _files(holders, shard_gib)
+    for file, (writer, names) in own.items():
         if writer == rank:
             write_tensors(path / file, {name: views[name] for name in names}, dtype)
+    for file, tensors in shared.items():
+        tensorfile.write_rows(path / file, tensors, views, dtype, rank)
     if rank == 0:
-        sizes = {name: size for held in holders for name, size in held.items()}
-        weight_map = {name: f for f, (_, names) in zip(files, shards) for name in names}
+        sizes = {name: n for held in holders for name, n in held.items() if isinstance(n, int)}
+        sizes |= {t.name: t.nbytes for tensors in shared.values() for t in tensors}
+        weight_map = {name: file for file, (_, names) in own.items() for name in names}
+        weight_map |= {t.name: file for file, tensors in shared.items() for t in tensors}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         write_json(path / INDEX, index)
         write_json(path / "config.json", config)
 
 
-def nbytes(views: dict[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
-    """The bytes that each view takes in a file when floats are written as `dtype`."""
-    return {n: v.numel() * file_dtype(v, dtype).itemsize for n, v in views.items()}
+def create_shared(
+    path: str | Path, holders: list[dict[str, int | Piece]], shard_gib: float = SHARD_GIB
+) -> None:
+    """Make the files that several ranks write `Rows` into; rank 0, once. Raises OSError."""
+    for file, tensors in _files(holders, shard_gib)[1].items():
+        tensorfile.create(Path(path) / file, tensors)
 
 
-def plan_shards(holders: list[dict[str, int]], limit: int) -> list[tuple[int, list[str]]]:
+def _files(holders, shard_gib):
+    """The files of one writer, name -> (rank, tensor names), and those that ranks share."""
+    limit = int(shard_gib * 2**30)
+    own, shared = plan_shards(holders, limit), tensorfile.plan_shared(holders, limit)
+    n = len(own) + len(shared)
+    files = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    return dict(zip(files, own)), dict(zip(files[len(own) :], shared))
+
+
+def inventory(views: dict[str, Tensor | Rows], dtype: torch.dtype) -> dict[str, int | Piece]:
+    """What the plan of the files needs of each view, when floats are written as `dtype`.
+
+    The bytes that a tensor takes; a `Piece` for `Rows`.
+    """
+    return {
+        name: tensorfile.piece(view, dtype)
+        if isinstance(view, Rows)
+        else view.numel() * file_dtype(view, dtype).itemsize
+        for name, view in views.items()
+    }
+
+
+def plan_shards(holders: list[dict[str, int | Piece]], limit: int) -> list[tuple[int, list[str]]]:
     """Deal tensors to files of at most `limit` bytes (or one tensor): (writing rank, names) each.
 
     Each tensor goes to the holder with the fewest bytes so far, in natural order of names, so that
-    replicas share the writing; a rank's files are numbered consecutively.
+    replicas share the writing; a rank's files are numbered consecutively. Pieces are passed over.
     """
     held_by = {}
     for rank, held in enumerate(holders):
-        for name in held:
+        for name in (name for name, size in held.items() if isinstance(size, int)):
             held_by.setdefault(name, []).append(rank)
     load, mine = [0] * len(holders), [[] for _ in holders]
     for name in sorted(held_by, key=natural):
@@ -292,63 +317,17 @@ def plan_shards(holders: list[dict[str, int]], limit: int) -> list[tuple[int, li
     return shards
 
 
-def write_tensors(
-    path: str | Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = None
-) -> None:
-    """Write one safetensors file and fsync it; floats as `dtype` (None: all as they are).
-
-    Tensors may have any strides and device. The same input gives the same bytes. Raises OSError.
-    """
-    # Wide elements first, as the format's own writer does: every tensor is then aligned.
-    order = sorted(tensors, key=lambda n: (-file_dtype(tensors[n], dtype).itemsize, natural(n)))
-    header, end = {"__metadata__": {"format": "pt"}}, 0  # from_pretrained wants "pt"
-    for name in order:
-        kind, shape = file_dtype(tensors[name], dtype), list(tensors[name].shape)
-        start, end = end, end + tensors[name].numel() * kind.itemsize
-        entry = {"dtype": SAFETENSORS_NAMES[kind], "shape": shape, "data_offsets": [start, end]}
-        header[name] = entry
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with writing(path) as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            flat = tensors[name].detach().to(file_dtype(tensors[name], dtype)).reshape(-1).cpu()
-            f.write(flat.view(torch.uint8).numpy())
-
-
-def file_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What a tensor is written as when floats are written as `dtype` (None: as they are)."""
-    return dtype if dtype and tensor.is_floating_point() else tensor.dtype
+def written_by(rank: int, holders: list[dict[str, int | Piece]]) -> list[str]:
+    """The names that a rank writes, all or its rows, whatever the size of the files."""
+    own, shared = plan_shards(holders, 1), tensorfile.plan_shared(holders, 1)
+    names = [name for writer, names in own if writer == rank for name in names]
+    return names + [t.name for file in shared for t in file if rank in t.writers.values()]
 
 
 def write_json(path: str | Path, value: dict) -> None:
     """Write indented JSON and fsync it. Raises OSError."""
     with writing(path) as f:
         f.write((json.dumps(value, indent=2) + "\n").encode())
-
-
-@contextmanager
-def writing(path: str | Path) -> Iterator[BinaryIO]:
-    """A new file to write bytes to, on the disk when the block ends.
-
-    Raises OSError that names the file, which is then gone: on a full disk, there is room again.
-    """
-    try:
-        with open(path, "wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-    except OSError as e:
-        with suppress(OSError):
-            os.unlink(path)
-        if e.strerror and not e.filename:  # a failed write does not say of which file
-            e.filename = str(path)
-        raise
-
-
-def natural(name: str) -> list:
-    """A sort key under which layer 10 comes after layer 9."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]
 
 
 # ---------------------------------------------------------------- config.json, tokenizer
