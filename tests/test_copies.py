@@ -39,6 +39,12 @@ class Model:
         return self.width * self.depth
 
 
+class Bare:
+    @staticmethod
+    def make():
+        return 0
+
+
 {BANNER}
 # Main
 {BANNER}
@@ -143,6 +149,7 @@ DRIFTS = {  # item: (text of the base, text of the copy)
     "Model.depth": ('"""Layers."""', '"""Blocks."""'),
     "Model.size": ("    @property", "    @cached_property"),
     "Model.area": ("self.width * self.depth", "self.depth * self.width"),
+    "Bare.make": ("    @staticmethod", "    @classmethod"),
     "run": ("# Why it is so.", "# Why it was so."),
     "main": ("@cached", "@lru_cache"),
     "if __name__ == '__main__'": ("    main()\n", "    main(1)\n"),
