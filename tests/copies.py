@@ -13,12 +13,11 @@ Compared are functions, module constants, and of a class its header (named like 
 decorators and bases), its docstring (`Layer.__doc__`), each field with the string below it and
 each method: comments inside and above included, trailing blanks, imports and module docstrings not.
 
-The mark is a comment of one line in the definition or above it, or ends one of its lines (for a
-class docstring: stands between it and the class line); several add up. It is in the script that is
-not the base; of two that differ in what the base lacks, in either. A fault is also a mark without
-a reason, or on what does not differ (stale); another order of the shared definitions and sections
-(three-line `# ---` banners); a section of the base that is missing, and one that it lacks without
-a mark on the line below the banner.
+A mark is a comment of one line in the definition or above it, or ends one of its lines (for a
+class docstring it stands above it, in the class); several add up. It is in the script that is not
+the base; of two that differ in what the base lacks, in either. Also faults: a mark without reason,
+or on what does not differ (stale); another order of the shared definitions and sections (three-line
+`# ---` banners); a section that is missing, or added without a mark on the line below its banner.
 """
 
 import argparse
