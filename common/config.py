@@ -80,6 +80,8 @@ class Run:
     """Of parameters and activations; master weights have at least fp32."""
     compile: bool = True
     """torch.compile the segments between two exchanges."""
+    cuda_graph: bool = True
+    """Record micro-batches as a CUDA graph, where pp, cp and ep are 1 (bf16, on a GPU)."""
     recompute: Literal["none", "experts", "layer"] = "none"
     """What the backward computes again to save memory; of communication only the ring of --cp."""
     wgrad_batch: int = 1

@@ -334,7 +334,7 @@ class Batch:
 
     Without targets the model returns logits. With isolated documents `positions` (B, T) restart
     in each and `cu_seqlens` (int32) are their starts among the B·T tokens; else both are None.
-    `index` counts micro-batches over the whole run (random forced routing draws from it).
+    `index` (scalar) counts micro-batches over the whole run: random forced routing depends on it.
     `routes`: layer → chosen experts (N, K): a layer found there uses them (router replay),
     another notes its own. `loss_grad`: the gradient that the loss will receive, where known.
     """
@@ -343,7 +343,7 @@ class Batch:
     targets: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
-    index: int = 0
+    index: torch.Tensor | int = 0
     routes: dict[int, torch.Tensor] | None = None
     loss_grad: torch.Tensor | None = None
 
@@ -381,5 +381,5 @@ def to_device(batches: list[Batch], mesh: Mesh, first: int = 0) -> list[Batch]:
         if mesh.device.type == "cuda":
             pinned = [x if x is None else x.pin_memory() for x in tensors]
             tensors = [x if x is None else x.to(mesh.device, non_blocking=True) for x in pinned]
-        moved.append(Batch(*tensors, index=index))
+        moved.append(Batch(*tensors, index=torch.full((), index, device=mesh.device)))
     return moved

@@ -9,7 +9,6 @@ The graph holds fixed addresses: of the parameters and of the flat gradients, wh
 its own copies of the batches, and of the activations, in a pool of its own.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +45,7 @@ class Replay:
     graph: torch.cuda.CUDAGraph | None = None
     batches: list[Batch] = field(default_factory=list)  # the graph's own
     losses: list[Tensor] = field(default_factory=list)
+    nbytes: int = 0  # of the graph's pool, which torch's count of allocated memory leaves out
 
     def __call__(self, batches: Sequence[Batch], loss_grad: Tensor) -> list[Tensor]:
         """The losses (scalars), as dualpipev.run returns them; gradients are added to main_grad."""
@@ -76,6 +76,8 @@ class Replay:
             for b in batches
         ]
         self.graph = torch.cuda.CUDAGraph()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
         try:  # other threads read data and write checkpoints meanwhile
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.losses = run_schedule(
@@ -84,3 +86,5 @@ class Replay:
         except RuntimeError as error:
             hint = "could not record the micro-batches as a CUDA graph; try --no-cuda-graph"
             raise RuntimeError(hint) from error
+        self.nbytes = torch.cuda.memory_reserved() - before
+        torch.cuda.reset_peak_memory_stats()

@@ -260,13 +260,15 @@ def rates(
 
 
 def figures(
-    device: torch.device, dtype: str, tokens: int, step_s: float, flops_per_token: float, world: int
-) -> dict[str, float | None]:
-    """A step's speed and memory for its record: step_s, tokens_per_s, mfu, mem_gib (CUDA peak)."""
+    device: torch.device, dtype: str, tokens: int, step_s: float, flops_per_token: float,
+    world: int, nbytes: int = 0,
+) -> dict[str, float | None]:  # fmt: skip
+    """A step's speed and memory for its record: step_s, tokens_per_s, mfu, mem_gib (CUDA peak,
+    and the `nbytes` that a CUDA graph holds)."""
     peak = mem_gib = None
     if device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(device), dtype)
-        mem_gib = torch.cuda.max_memory_allocated(device) / 2**30
+        mem_gib = (torch.cuda.max_memory_allocated(device) + nbytes) / 2**30
     per_s, mfu = rates(tokens, step_s, flops_per_token, peak, world)
     return {"step_s": step_s, "tokens_per_s": per_s, "mfu": mfu, "mem_gib": mem_gib}
 

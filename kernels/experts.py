@@ -273,6 +273,7 @@ class _TritonExpertMLP(torch.autograd.Function):
         gate_up, down, _, b_down = ctx.weights
         plan, tiles, cut = ctx.plan, ctx.tiles, ctx.cut
         dout_RD = dout_RD.contiguous()
+        dweights_RK = torch.zeros_like(weights_RK)  # first: autograd's thread has no context yet
         dh_S2F, a_SF, dweights_S = grouped.down_backward(
             dout_RD, weights_RK, down, h_S2F, plan, tiles, ctx.act, cut.down_backward
         )
@@ -281,7 +282,6 @@ class _TritonExpertMLP(torch.autograd.Function):
             dweights_S += of_bias_RE[plan.rows_S, plan.experts_S.long()]
         dx_SD = grouped.product(dh_S2F, gate_up, plan, tiles, cut.up_backward, out_first=False)
         drows_RD = grouped.sum_slots(dx_SD, plan)
-        dweights_RK = torch.zeros_like(weights_RK)
         dweights_RK.view(-1)[plan.order_S] = dweights_S
         part = (rows_RD, dh_S2F, dout_RD, a_SF, weights_RK, plan)
         if ctx.defer is None:

@@ -36,6 +36,15 @@ class WgradConfig(NamedTuple):
 
 
 WGRAD = WgradConfig(128, 256, 64, 8, 5, resident=1)
+ENGINE_ROWS = 1536  # slots an expert from which the copy engine adds faster (5-10 % on an H200)
+
+
+def config_for(experts: int, slots: int) -> WgradConfig:
+    """What was fastest; a function of sizes alone, so that bits are repeatable.
+
+    Either way an element is added to once a launch: no order is left to chance.
+    """
+    return WGRAD._replace(add="engine") if slots >= ENGINE_ROWS * experts else WGRAD
 
 
 class Rows(NamedTuple):
@@ -167,7 +176,7 @@ def _wgrad_kernel(
 def add_gradient(dw_EOI, dy: Rows, x: Rows, offsets_E: Tensor, config: WgradConfig | None = None):
     """dw_e += Σ over e's slots of dyᵀ x, in fp32; the matrix of an empty group is not touched."""
     E, O, I = dw_EOI.shape
-    config = config or WGRAD
+    config = config or config_for(E, len(x.at_S))
     assert dw_EOI.is_contiguous() and dw_EOI.dtype == torch.float32
     tiles = E * triton.cdiv(O, config.rows) * triton.cdiv(I, config.columns)
     block = [1, config.rows, config.columns // 2]

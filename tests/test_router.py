@@ -36,7 +36,7 @@ def test_gpu_within_the_error_of_fp32(N, D, E):
             [logits.detach(), *torch.autograd.grad(logits, [a, b], grad.to(logits.dtype))]
         )
     (logits, dx, dw), (logits_64, dx_64, dw_64) = results
-    assert relative(logits, logits_64) < 2e-6
+    assert relative(logits, logits_64) < 4 * D**0.5 * 2**-24  # of sums in fp32; bf16's is 4e-3
     assert relative(dx, dx_64) < 2e-3 and relative(dw, dw_64) < 2e-3  # rounded to bf16 at the end
     rounded = relative(dx_64.bfloat16(), dx_64)
     assert relative(dx, dx_64) < 1.05 * rounded + 1e-5

@@ -14,6 +14,7 @@ from common import checkpoint, hf
 from common.config import to_json
 from common.data import isolate
 from common.dualpipev import Tape, backward, drive, forward, pair, run
+from common.graph import can_replay
 from common.mesh import build as build_mesh
 from common.mesh import spread_layers
 from common.optim import decays
@@ -41,8 +42,8 @@ def metrics(out):
 
 
 def steps(out):
-    """Step records without their times."""
-    timed = ("step_s", "tokens_per_s", "mfu")
+    """Step records without their times and memory."""
+    timed = ("step_s", "tokens_per_s", "mfu", "mem_gib")
     records = [r for r in metrics(out) if "loss" in r]
     return [{k: v for k, v in r.items() if k not in timed} for r in records]
 
@@ -348,6 +349,20 @@ def test_forced_and_replayed_routing():
     assert not torch.equal(first[0], other[0]) and not torch.equal(first[0], first[1])
     assert all(len(set(row)) == 2 for row in first[0].tolist())
 
+
+def test_random_routing_is_uniform():
+    """Every expert, and every pair of experts, as often as chance has it (5 sigma)."""
+    N, E, K = 40_000, 16, 3
+    chosen = F.one_hot(script.random_ids(torch.tensor(7 << 32 | 5), N, E, K), E).sum(1).double()
+    share, both = K / E, K * (K - 1) / (E * (E - 1))
+    assert (chosen.mean(0) - share).abs().max() < 5 * (share * (1 - share) / N) ** 0.5
+    pairs = (chosen.T @ chosen / N)[~torch.eye(E, dtype=torch.bool)]
+    assert (pairs - both).abs().max() < 5 * (both * (1 - both) / N) ** 0.5
+    in_a_row = (chosen[1:].T @ chosen[:-1] / (N - 1) - share**2).abs().max()
+    assert in_a_row < 5 * (share**2 * (1 - share**2) / N) ** 0.5
+    other = F.one_hot(script.random_ids(torch.tensor(7 << 32 | 6), N, E, K), E).sum(1)
+    assert abs((chosen * other).sum(1).mean() - K * K / E) < 0.03
+
     (chunk,) = ours(ODD, run_config())
     routes = {}
     recorded = drive(chunk(None, dataclasses.replace(data(), routes=routes), None))
@@ -646,3 +661,35 @@ def test_bad_token_in_mid_run_is_one_line(small, tmp_path):
     shard.write_bytes(ids)
     with pytest.raises(SystemExit, match="token 65535 at offset 100"):
         main("--out", tmp_path / "o", "--data", tmp_path / "d", "--steps", 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("together,micro_batches", [(1, 3), (2, 5)])
+def test_replayed_micro_batches_are_the_same(together, micro_batches):
+    """Three steps by a CUDA graph and without: same bits; what is left over is run as it is."""
+    said = []
+    for graph in (True, False):
+        cfg = run_config(
+            dtype="bf16", compile=True, deterministic=True, seq_len=128, wgrad_batch=together,
+            global_batch=2 * micro_batches, micro_batch=2, force_balance="random", cuda_graph=graph,
+        )  # fmt: skip
+        sizes = dict(hidden_size=256, head_dim=64, moe_intermediate_size=128)
+        t = trainer(cfg, dataclasses.replace(script.TINY, **sizes), torch.device("cuda", 0))
+        shown = [script.train_step(t, step) for step in (1, 2, 3)]
+        assert (t.replay is not None) == graph
+        if graph:
+            assert t.replay.graph is not None and t.replay.nbytes > 0
+        weights = [p.detach().clone() for _, p in script.named_parameters(t.chunks)]
+        said.append(([(r["loss"], r["grad_norm"], r["expert_load"]) for r in shown], weights))
+    assert said[0][0] == said[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(said[0][1], said[1][1], strict=True))
+
+
+def test_only_what_nothing_waits_in_is_replayed():
+    here = build_mesh(run_config(), CPU)
+    there = dataclasses.replace(here, device=torch.device("cuda"))
+    assert can_replay(run_config(dtype="bf16"), there)
+    assert not can_replay(run_config(dtype="bf16"), here)
+    assert not can_replay(run_config(dtype="bf16"), dataclasses.replace(there, ep=2))
+    for wrong in (dict(dtype="fp32"), dict(isolate_documents=True), dict(cuda_graph=False)):
+        assert not can_replay(run_config(**dict(dtype="bf16") | wrong), there)
