@@ -166,6 +166,28 @@ def test_bf16_is_joined_in_fp32():
         assert error(g, e) <= 2 * error(n, e) + 1e-3, f"{name}: {error(g, e)} vs {error(n, e)}"
 
 
+def weight_gradient(rank, world, tensors, options, of_blocks):
+    """dw_kv_b where every block's dv is `of_blocks` in one place, else 0, and latents are 1."""
+    blocks = iter(of_blocks)
+
+    def backward(self, dout, q, k, v, out, lse, places):
+        dv = torch.zeros_like(v)
+        dv[0, 0, 0, 0] = next(blocks)
+        return torch.zeros_like(q), torch.zeros_like(k), dv
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_module.Block, "backward", backward)
+        return on_rank(rank, world, tensors, options)[-1]
+
+
+def test_weight_gradients_of_blocks_are_summed_in_fp32():
+    """256 + 1 is 256 in bf16, and 256 + 1 + 1 is not."""
+    tensors, options = build(dtype=torch.bfloat16)
+    tensors[1] = torch.ones_like(tensors[1])
+    for dw in pool.run(4, weight_gradient, tensors, options, [256, 1, 1, 0]):
+        assert (dw[SMALL["Dn"]] == 258).all() and dw.sum() == 258 * SMALL["R"]
+
+
 def test_one_rank_is_no_ring():
     tensors, options = build()
     (got,) = pool.run(1, on_rank, tensors, options)
