@@ -441,8 +441,9 @@ def test_gpu_blocks(place, documents, monkeypatch):
         answers.append([forward[0], forward[1].exp(), *grads, block.dw])
     assert called == [True, True, False, False]
     names = ["out", "exp(lse)", "dq", "dk_rope", "dlatent", "dw_kv_b"]
+    # Rounding what is expanded and returned costs 4e-3; the libraries also round probabilities.
     for name, g, e in zip(names, *answers):
-        assert error(g, e) < 1e-2, (name, error(g, e))  # 2.5 units of bf16's rounding
+        assert error(g, e) < 1e-2, (name, error(g, e))
 
 
 def on_gpu(rank, world, tensors, options):
