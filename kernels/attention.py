@@ -266,7 +266,7 @@ def _fused(q, k, v, *, scale, window=None, sink=None, cu_seqlens=None):
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """What kernels/ring.py computes with: attention between spans of sequences of T tokens."""
 
     T: int
@@ -298,7 +298,7 @@ class _Block:
         return *lengths, self.scale, self.window, places.causal
 
 
-def _token_major(x):
+def token_major(x):
     """The same (B, H, T, D) tensor as a view of a contiguous (B, T, H, D), as projections are."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -310,17 +310,17 @@ def _ring_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` over the ranks of a process group, by its name: opaque to torch.compile."""
     ranks = _resolve_process_group(group)
-    block = _Block(q.shape[2] * ranks.size(), scale, window, cu_seqlens)
+    block = Block(q.shape[2] * ranks.size(), scale, window, cu_seqlens)
     out, lse = cp_ring.forward(block, q, k, v, window, ranks)
     if sink is not None:
         out, lse = add_sink(out, lse, sink)
-    return _token_major(out.to(q.dtype)), lse.contiguous()
+    return token_major(out.to(q.dtype)), lse.contiguous()
 
 
 @_ring_attention.register_fake
 def _(q, k, v, sink, cu_seqlens, scale, window, group):
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return _token_major(q.new_empty(*q.shape[:3], v.shape[-1])), lse
+    return token_major(q.new_empty(*q.shape[:3], v.shape[-1])), lse
 
 
 @torch.library.custom_op("pithtrain::ring_attention_backward", mutates_args=())
@@ -330,14 +330,14 @@ def _ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of the local parts."""
     ranks = _resolve_process_group(group)
-    block = _Block(q.shape[2] * ranks.size(), scale, window, cu_seqlens)
+    block = Block(q.shape[2] * ranks.size(), scale, window, cu_seqlens)
     grads = cp_ring.backward(block, dout, q, k, v, out, lse, window, ranks)
-    return tuple(_token_major(grad.to(q.dtype)) for grad in grads)
+    return tuple(token_major(grad.to(q.dtype)) for grad in grads)
 
 
 @_ring_attention_backward.register_fake
 def _(dout, q, k, v, cu_seqlens, out, lse, scale, window, group):
-    return tuple(_token_major(torch.empty_like(x)) for x in (q, k, v))
+    return tuple(token_major(torch.empty_like(x)) for x in (q, k, v))
 
 
 def _ring_setup(ctx, inputs, output):
@@ -384,7 +384,7 @@ def attention(q, k, v, *, scale, window=None, sink=None, cu_seqlens=None, ring=N
     Sinks: gpt-oss (arXiv 2508.10925), sec. 2.1. Ring: arXiv 2310.01889.
     """
     cp = 1 if ring is None else ring.size()
-    _check(q, k, v, window, sink, cu_seqlens, cp)
+    check(q, k, v, window, sink, cu_seqlens, cp)
     if window is not None and window >= q.shape[2] * cp:
         window = None  # sees everything, and plain attention is faster
     if sink is not None:
@@ -395,7 +395,7 @@ def attention(q, k, v, *, scale, window=None, sink=None, cu_seqlens=None, ring=N
     return run(q, k, v, scale=scale, window=window, sink=sink, cu_seqlens=cu_seqlens)
 
 
-def _check(q, k, v, window, sink, cu_seqlens, cp):
+def check(q, k, v, window, sink, cu_seqlens, cp):
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"attention: q, k, v need 4 dimensions: {q.dim()}, {k.dim()}, {v.dim()}")
     B, H, T, width = q.shape

@@ -21,6 +21,7 @@ one all-to-all, and sends the halo's gradients back by another.
     block.backward(dout, q, k, v, out, lse, places) -> dq, dk, dv
 lse is -inf and out 0 for a query that sees nothing. k and v travel as rows (tokens, B, Hkv, Dqk +
 Dv): a range of tokens is then one piece of memory. Saved for the backward: only local tensors.
+What travels may be less than what is computed with: `block` can expand it (kernels/latent.py).
 """
 
 from functools import cache

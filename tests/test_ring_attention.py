@@ -380,7 +380,7 @@ def test_gpu_blocks(place, width_v):
         queries, keys = (ring.positions(spans, "cuda") for spans in places)
         q, dout, out, lse = (x[:, :, queries] for x in (q, dout, out, lse))
         k, v = k[:, :, keys], v[:, :, keys]
-        block = attention_module._Block(256, 0.4, options.get("window"), options["cu_seqlens"])
+        block = attention_module.Block(256, 0.4, options.get("window"), options["cu_seqlens"])
         exact_in = [x.double() for x in (q, k, v)]
         assert attention_module._can_fuse(q, k, v)
         got, exact = block.forward(q, k, v, places), block.forward(*exact_in, places)
