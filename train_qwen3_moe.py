@@ -205,7 +205,7 @@ class RMSNorm(nn.Module):
 
 
 class Places(NamedTuple):
-    """Where tokens stand: cos and sin, (T, C/2) or (B, 1, T, C/2), and where documents begin."""
+    """Where tokens stand: cos and sin, (T, 1, C/2) or (B, T, 1, C/2), and where documents begin."""
 
     cos: Tensor
     sin: Tensor
@@ -213,18 +213,18 @@ class Places(NamedTuple):
 
 
 def rope_table(model: Model, positions: Tensor, dtype: torch.dtype) -> Places:
-    """cos and sin (T, C/2) of position · theta^(-2i/C), never below fp32 (RoFormer, eq. 15)."""
+    """cos and sin (T, 1, C/2) of position · theta^(-2i/C), never below fp32 (RoFormer, eq. 15)."""
     wide = torch.promote_types(dtype, torch.float32)
     exponent = torch.arange(0, model.head_dim, 2, dtype=wide, device=positions.device)
     angles = torch.outer(positions.to(wide), model.rope_theta ** (-exponent / model.head_dim))
-    return Places(angles.cos(), angles.sin())
+    return Places(angles.cos()[:, None], angles.sin()[:, None])
 
 
-def rotate(x_BHTC: Tensor, places: Places) -> Tensor:
+def rotate(x_BTHC: Tensor, places: Places) -> Tensor:
     """Turn the pairs (x_i, x_{i+C/2}) by the position's angles, in fp32."""
-    a, b = up(x_BHTC).chunk(2, dim=-1)
+    a, b = up(x_BTHC).chunk(2, dim=-1)
     turned = [a * places.cos - b * places.sin, b * places.cos + a * places.sin]
-    return torch.cat(turned, -1).to(x_BHTC.dtype)
+    return torch.cat(turned, -1).to(x_BTHC.dtype)
 
 
 class Attention(nn.Module):
@@ -243,11 +243,12 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, places: Places) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x_BTD).view(heads)).transpose(1, 2), places)
-        k = rotate(self.k_norm(self.k_proj(x_BTD).view(heads)).transpose(1, 2), places)
-        v = self.v_proj(x_BTD).view(heads).transpose(1, 2)
+        q_BTHC = rotate(self.q_norm(self.q_proj(x_BTD).view(heads)), places)
+        k_BTGC = rotate(self.k_norm(self.k_proj(x_BTD).view(heads)), places)
+        v_BTGC = self.v_proj(x_BTD).view(heads)
+        qkv = (x.transpose(1, 2) for x in (q_BTHC, k_BTGC, v_BTGC))  # views, as is the output
         out_BHTC, _ = attention(
-            q, k, v, scale=self.head_dim**-0.5, cu_seqlens=places.cu_seqlens, ring=self.ring
+            *qkv, scale=self.head_dim**-0.5, cu_seqlens=places.cu_seqlens, ring=self.ring
         )
         return self.o_proj(out_BHTC.transpose(1, 2).flatten(2))
 
@@ -503,7 +504,7 @@ class Chunk(nn.Module):
         if self.first:
             x_BTD = embedding(batch.tokens, self.model.embed_tokens.weight)
         at = slice(x_BTD.shape[1]) if self.here is None else self.here
-        at = at if batch.positions is None else batch.positions[:, None]
+        at = at if batch.positions is None else batch.positions
         places = Places(self.rope.cos[at], self.rope.sin[at], batch.cu_seqlens)
         for layer, state, stats in zip(
             self.model.layers.values(), self.state, self.statistics, strict=True

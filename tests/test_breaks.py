@@ -24,8 +24,8 @@ FAULTS = {
         "tests/test_qwen3_moe.py",
     ),
     "wrong rope pairing": (
-        "train_qwen3_moe.py", "a, b = up(x_BHTC).chunk(2, dim=-1)",
-        "a, b = up(x_BHTC)[..., ::2], up(x_BHTC)[..., 1::2]", "tests/test_qwen3_moe.py",
+        "train_qwen3_moe.py", "a, b = up(x_BTHC).chunk(2, dim=-1)",
+        "a, b = up(x_BTHC)[..., ::2], up(x_BTHC)[..., 1::2]", "tests/test_qwen3_moe.py",
     ),
     "skipped norm": (
         "train_qwen3_moe.py", "self.k_norm(self.k_proj(x_BTD).view(heads))",
