@@ -58,6 +58,7 @@ from kernels.dispatch import Plan, collect, crossing, dispatch_plan, lay_out, sp
 from kernels.embedding import embedding
 from kernels.experts import ClampedSwiGLU, expert_mlp
 from kernels.ring import zigzag
+from kernels.router import router_logits
 
 # ------------------------------------------------------------------------------------------------
 # Config and presets
@@ -93,29 +94,29 @@ ALTERNATE = ("sliding_attention", "full_attention")
 
 @dataclass(frozen=True)
 class Model:
-    # differs: another config class, another default
+    # differs: another architecture
     """The architecture, under the names of Hugging Face's GptOssConfig. Defaults: 20B."""
 
-    vocab_size: int = 201088  # differs: o200k_harmony
-    hidden_size: int = 2880  # differs: as published
-    num_hidden_layers: int = 24  # differs: as published
-    num_attention_heads: int = 64  # differs: as published
-    num_key_value_heads: int = 8  # differs: as published
-    head_dim: int = 64  # differs: as published
+    vocab_size: int = 201088  # differs: 20B's size
+    hidden_size: int = 2880  # differs: 20B's size
+    num_hidden_layers: int = 24  # differs: 20B's size
+    num_attention_heads: int = 64  # differs: 20B's size
+    num_key_value_heads: int = 8  # differs: 20B's size
+    head_dim: int = 64  # differs: 20B's size
     # differs: of an expert; no layer is dense
     intermediate_size: int = 2880
-    num_experts: int = 32  # differs: as published; num_local_experts in files
-    num_experts_per_tok: int = 4  # differs: as published
+    num_experts: int = 32  # num_local_experts in files  # differs: 20B's size
+    num_experts_per_tok: int = 4  # differs: 20B's size
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0  # gate above, up on both sides
     layer_types: tuple[str, ...] = ALTERNATE * 12
     sliding_window: int = 128  # keys that a token sees in a layer of that type, itself included
-    rope_theta: float = 150000.0  # differs: as published
+    rope_theta: float = 150000.0  # differs: 20B's size
     rope_scaling: RopeScaling = RopeScaling()
-    rms_norm_eps: float = 1e-5  # differs: as published
+    rms_norm_eps: float = 1e-5  # differs: 20B's size
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
-    max_position_embeddings: int = 131072  # differs: as published
+    max_position_embeddings: int = 131072  # differs: 20B's size
 
     def window(self, layer: int) -> int | None:
         """Keys that a token sees in `layer`, None for all; `layer_types` repeats."""
@@ -123,7 +124,7 @@ class Model:
         return self.sliding_window if kind == "sliding_attention" else None
 
 
-# differs: of this architecture
+# differs: another architecture
 TINY = Model(
     vocab_size=257, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=40, intermediate_size=96, num_experts=8, num_experts_per_tok=2,
@@ -131,13 +132,13 @@ TINY = Model(
     rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=1024),
     max_position_embeddings=4096,
 )  # fmt: skip
-# differs: its own sizes
+# differs: other models
 MODELS = {
     "tiny": TINY,
     "20b": Model(),
     "120b": Model(num_hidden_layers=36, num_experts=128, layer_types=ALTERNATE * 18),
 }
-# differs: its own sizes
+# differs: other models
 FLAGS: dict[str, dict[str, Any]] = {
     "tiny": dict(
         seq_len=128, micro_batch=8, global_batch=16, steps=240, lr=3e-3, warmup=5,
@@ -372,7 +373,7 @@ class Router(nn.Module):
         replaces the choice. Statistics: slots received, and the sum of probabilities.
         """
         # differs: a bias; chosen by logits, weights renormalised
-        logits_NE = F.linear(up(tokens_ND), up(self.weight), up(self.bias))
+        logits_NE = router_logits(tokens_ND, self.weight) + up(self.bias)
         probs_NE = logits_NE.softmax(-1)
         previous_E, bias_E = state_2E.unbind()
         if ids_NK is None:

@@ -285,6 +285,10 @@ def test_router_and_rope_stay_in_fp32_in_a_bf16_model():
     exact = logits.gather(1, ids).softmax(-1)
     assert (weights.double() - exact).abs().max() < 1e-5  # bf16 logits would be off by 1e-2
     assert torch.equal(ids, logits.topk(2).indices)
+    norm = chunk.model.norm  # rounded once, after the weight
+    theirs = hf_file.GptOssRMSNorm(64, ODD.rms_norm_eps)
+    theirs.weight.data = norm.weight.data
+    assert torch.equal(norm(tokens), theirs(tokens))
 
 
 def test_routing_bias_moves_choices_not_weights():
