@@ -161,7 +161,7 @@ def rope_scaling_of(config: dict[str, Any], source: Path) -> RopeScaling:
     numbers = [given[key] for key in keys if key in given and key not in ("rope_type", "truncate")]
     if not all(isinstance(n, (int, float)) and n > 0 for n in numbers):
         raise ValueError(f"{source}: rope_scaling {given} must have numbers above 0")
-    return RopeScaling(**({"truncate": True} | given))  # what a config means that says nothing
+    return RopeScaling(**({"truncate": True} | given))  # transformers rounds unless told not to
 
 
 def model_of(run: Config) -> Model:
@@ -260,7 +260,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x_up = up(x)
         scale = torch.rsqrt(x_up.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (up(self.weight) * x_up * scale).to(x.dtype)  # differs: rounded after the weight
+        return (up(self.weight) * (x_up * scale)).to(x.dtype)  # differs: rounded after the weight
 
 
 class Places(NamedTuple):
@@ -272,9 +272,9 @@ class Places(NamedTuple):
 
 
 def yarn_range(model: Model) -> tuple[float, float]:
-    """The pairs that turn beta_fast and beta_slow times within the original context.
+    """The (fractional) pairs that turn beta_fast and beta_slow times within the original context.
 
-    Of head dim 64, base 150000: 8.09 to 17.40. YaRN (arXiv 2309.00071), section 3.2.
+    YaRN (arXiv 2309.00071), section 3.2; published GPT-OSS does not round them.
     """
     yarn, C, base = model.rope_scaling, model.head_dim, math.log(model.rope_theta)
     turns = yarn.original_max_position_embeddings / (2 * math.pi)  # of pair 0, at a radian a token
