@@ -46,6 +46,7 @@ from common.config import Run, check, lr_at, parse, to_json
 from common.data import IGNORE, Batch, Loader, Prefetch, read_batches, to_device
 from common.dualpipev import Counts, Defer, Exchange, Route, Steps
 from common.dualpipev import run as run_schedule
+from common.graph import Replay, can_replay
 from common.lifecycle import announce, load_weights, named_parameters, resume, save, show_sample
 from common.log import Log, Profiler, Stop, figures
 from common.mesh import Mesh, Pipe, from_rank_0, seeded, spread_layers, start, world_size
@@ -354,6 +355,23 @@ class AttachLoss(torch.autograd.Function):
         return grad, torch.ones((), dtype=ctx.dtype, device=grad.device)
 
 
+def mix(x: Tensor) -> Tensor:
+    """Integers below 2^32 to pseudo-random ones (lowbias32, github.com/skeeto/hash-prospector)."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def random_ids(key: Tensor, N: int, E: int, K: int) -> Tensor:
+    """K distinct experts (N, K) of E for each token, uniform, drawn by a number (scalar, int64).
+
+    Not from a generator: its state is the host's, and a CUDA graph could not advance it.
+    """
+    key = mix(mix(key >> 32) ^ (key & 0xFFFFFFFF))
+    x_NE = mix(mix(torch.arange(N * E, device=key.device)) ^ key).view(N, E)
+    return (x_NE >> 9).float().topk(K, dim=-1).indices  # 23 bits: exact
+
+
 class Router(nn.Module):
     # differs: a softmax over the chosen; a bias
     """The top K logits, then the softmax over these; all in fp32."""
@@ -370,7 +388,8 @@ class Router(nn.Module):
         """Choose: (weights (N, K), ids (N, K), auxiliary loss, statistics (2, E)).
 
         state_2E: each expert's share of the previous step's slots, and its bias; ids_NK given
-        replaces the choice. Statistics: slots received, and the sum of probabilities.
+        replaces the choice (a scalar: by random ones). Statistics: slots received, and the sum of
+        probabilities.
         """
         # differs: a bias; chosen by logits, weights renormalised
         logits_NE = router_logits(tokens_ND, self.weight) + up(self.bias)
@@ -378,6 +397,8 @@ class Router(nn.Module):
         previous_E, bias_E = state_2E.unbind()
         if ids_NK is None:
             ids_NK = (logits_NE + bias_E).topk(self.K, dim=-1).indices
+        elif ids_NK.ndim == 0:
+            ids_NK = random_ids(ids_NK, *probs_NE.shape, self.K)
         weights_NK = logits_NE.gather(-1, ids_NK).softmax(-1)
 
         N, E = probs_NE.shape
@@ -499,7 +520,8 @@ class Layer(nn.Module):
     def forced_ids(self, x_BTD: Tensor, batch: Batch) -> Tensor | None:
         """Choices (N, K) that replace the router's: replayed, or balanced for a benchmark.
 
-        stride: token t's j-th expert is (t + j·E/K) mod E; random: K distinct, uniform.
+        stride: token t's j-th expert is (t + j·E/K) mod E; random: K distinct, uniform, which
+        `random_ids` draws from the number (scalar) that is returned here.
         """
         if batch.routes is not None and self.index in batch.routes:
             return batch.routes[self.index]
@@ -510,8 +532,8 @@ class Layer(nn.Module):
         if self.run.force_balance == "stride":
             first_N1 = torch.arange(N, device=device)[:, None]
             return (first_N1 + torch.arange(K, device=device) * E // K) % E
-        generator = seeded(device, self.run.seed, "routes", self.index, batch.index)
-        return torch.rand(N, E, device=device, generator=generator).topk(K, dim=-1).indices
+        key = torch.as_tensor(batch.index, device=device)
+        return key + (((self.run.seed << 10) + self.index) % 2**31 << 32)
 
 
 def segment(again: bool, function, *args):
@@ -752,6 +774,7 @@ class Trainer:
             shape = run.micro_batch, run.seq_len // mesh.cp, self.model.hidden_size
             like = torch.empty(shape, dtype=DTYPES[run.dtype], device=mesh.device)
             self.pipe = Pipe(mesh.pp_rank, mesh.pipeline, mesh.down, mesh.up, like)
+        self.replay = Replay(self.chunks, run.wgrad_batch) if can_replay(run, mesh) else None
 
 
 def gradients(
@@ -769,10 +792,19 @@ def gradients(
         dist.all_reduce(count, group=mesh.stage)
     loss_grad = count.clamp(min=1).reciprocal()
     batches = [dataclasses.replace(batch, loss_grad=loss_grad) for batch in batches]
-    losses = run_schedule(
-        t.chunks, batches, loss_grad, pipe=t.pipe, around=around, wgrad_batch=t.run.wgrad_batch,
-        finished=lambda chunk: [bucket.reduce() for bucket in t.chunks[chunk].buckets],
-    )  # fmt: skip
+
+    def finished(chunk: int) -> None:
+        for bucket in t.chunks[chunk].buckets:
+            bucket.reduce()
+
+    if t.replay is not None:
+        losses = t.replay(batches, loss_grad)
+        finished(0)
+    else:
+        losses = run_schedule(
+            t.chunks, batches, loss_grad, pipe=t.pipe, around=around, finished=finished,
+            wgrad_batch=t.run.wgrad_batch,
+        )  # fmt: skip
     return torch.stack(losses).sum() * loss_grad if losses else 0 * loss_grad
 
 
@@ -845,8 +877,8 @@ def train_step(
         tokens=t.tokens, skipped=t.optimizer.skipped, stop=stops > 0,
     )  # fmt: skip
     flops = flops_per_token(t.model, run.seq_len)
-    step_s = time.perf_counter() - begin
-    return record | figures(t.mesh.device, run.dtype, tokens, step_s, flops, t.mesh.world)
+    step_s, held = time.perf_counter() - begin, t.replay.nbytes if t.replay else 0
+    return record | figures(t.mesh.device, run.dtype, tokens, step_s, flops, t.mesh.world, held)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -579,9 +579,9 @@ def main(*flags):
 
 
 def steps(out):
-    """Step records without their times."""
+    """Step records without their times and memory."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    timed = ("step_s", "tokens_per_s", "mfu")
+    timed = ("step_s", "tokens_per_s", "mfu", "mem_gib")
     return [{k: v for k, v in r.items() if k not in timed} for r in records if "loss" in r]
 
 
@@ -709,3 +709,20 @@ def test_gpu_gradients_are_within_twice_the_eager_bf16_error():
     for name, exact in results["exact"].items():
         error = {k: (results[k][name] - exact).norm() / exact.norm() for k in ("eager", "gpu")}
         assert error["gpu"] <= 2 * error["eager"] + 2e-3, (name, error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [{}, dict(recompute="layer"), dict(isolate_documents=True)])
+def test_gpu_trains_compiled_and_as_a_cuda_graph(flags):
+    """Of 256 tokens a sequence, windows of 32; nothing in a micro-batch may make the host wait."""
+    sizes = dict(hidden_size=256, head_dim=64, intermediate_size=128)
+    model = dataclasses.replace(script.TINY, **sizes)
+    cfg = run_config(dtype="bf16", compile=True, seq_len=256, global_batch=8, lr=3e-3, **flags)
+    mesh = build_mesh(cfg, torch.device("cuda", 0))
+    chunks = script.build(model, cfg, mesh)
+    loader = script.Loader(("stdlib",), 256, 257, 0)
+    optimizer = script.build_optimizer(chunks, cfg, mesh)
+    t = script.Trainer(model, cfg, mesh, chunks, optimizer, loader)
+    losses = [script.train_step(t, step)["loss"] for step in range(1, 21)]
+    assert losses[-1] < losses[0] - 1
+    assert (t.replay is not None and t.replay.graph is not None) != cfg.isolate_documents
