@@ -5,6 +5,8 @@ import types
 
 import torch
 
+from common.hf import Rows
+
 
 class _Wide(types.ModuleType):
     """torch, except that what a model file calls float32 is float64."""
@@ -42,3 +44,8 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """‖a − b‖ / ‖b‖ (the norm itself where b is zero)."""
     norm = b.double().norm()
     return ((a.double() - b.double()).norm() / (norm if norm > 0 else 1)).item()
+
+
+def on_disk(view: torch.Tensor | Rows) -> torch.Tensor:
+    """A view as it stands in a file of one rank."""
+    return view.tensor.reshape(-1, *view.shape) if isinstance(view, Rows) else view
