@@ -349,6 +349,14 @@ def test_forced_and_replayed_routing():
     assert not torch.equal(first[0], other[0]) and not torch.equal(first[0], first[1])
     assert all(len(set(row)) == 2 for row in first[0].tolist())
 
+    (chunk,) = ours(ODD, run_config())
+    routes = {}
+    recorded = drive(chunk(None, dataclasses.replace(data(), routes=routes), None))
+    replayed = drive(chunk(None, dataclasses.replace(data(), routes=dict(routes)), None))
+    assert replayed == recorded and set(routes) == {0, 1, 2}
+    swapped = {i: (ids + 1) % 8 for i, ids in routes.items()}
+    assert drive(chunk(None, dataclasses.replace(data(), routes=swapped), None)) != recorded
+
 
 def test_random_routing_is_uniform():
     """Every expert, and every pair of experts, as often as chance has it (5 sigma)."""
@@ -362,14 +370,6 @@ def test_random_routing_is_uniform():
     assert in_a_row < 5 * (share**2 * (1 - share**2) / N) ** 0.5
     other = F.one_hot(script.random_ids(torch.tensor(7 << 32 | 6), N, E, K), E).sum(1)
     assert abs((chosen * other).sum(1).mean() - K * K / E) < 0.03
-
-    (chunk,) = ours(ODD, run_config())
-    routes = {}
-    recorded = drive(chunk(None, dataclasses.replace(data(), routes=routes), None))
-    replayed = drive(chunk(None, dataclasses.replace(data(), routes=dict(routes)), None))
-    assert replayed == recorded and set(routes) == {0, 1, 2}
-    swapped = {i: (ids + 1) % 8 for i, ids in routes.items()}
-    assert drive(chunk(None, dataclasses.replace(data(), routes=swapped), None)) != recorded
 
 
 def test_routing_bias_moves_choices_not_weights():
