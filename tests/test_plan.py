@@ -42,7 +42,7 @@ def way(make, ids, E, ep):
 def equal_crossings(ids, E, ep, dtype=torch.float32):
     cross, want = way(d.crossing, ids, E, ep), way(d.crossing_ref, ids, E, ep)
     same(cross, want)
-    weights = torch.rand(ids.shape, device=ids.device).to(dtype).requires_grad_()
+    weights = torch.rand(ids.T.shape, device=ids.device).to(dtype).T.requires_grad_()
     _, got_ids, got = d.spread(weights[:, :1].detach(), ids, weights, cross, E // ep)
     want_ids, want = d.spread_choices_ref(ids, weights, want, E // ep)
     assert torch.equal(got_ids, want_ids) and got_ids.dtype == want_ids.dtype
@@ -101,7 +101,8 @@ def test_crossing_and_what_travels(small, rows, K, ep):
 def test_crossing_with_its_own_tiles(kernels, dtype):
     """Two kinds of ids, 64 ranks, more choices than ranks, ranks that nothing goes to."""
     equal_crossings(choices(140, 4, 128, dtype=torch.int32), 128, 64, dtype)
-    equal_crossings(choices(3, 16, 32).T.contiguous().T, 32, 2, dtype)
+    equal_crossings(choices(3, 16, 32), 32, 2, dtype)
+    equal_crossings(choices(9, 2, 32).T.contiguous().T, 32, 8, dtype)
     equal_crossings(torch.full((20, 2), 5, device=DEVICE), 8, 4, dtype)
 
 
