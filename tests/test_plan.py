@@ -64,7 +64,7 @@ def kernels():
 @pytest.fixture
 def small(kernels, monkeypatch):
     """Several programs of several tiles even at small sizes."""
-    for name, value in dict(PROGRAMS=3, TILE=64, LONGEST=8).items():
+    for name, value in dict(PROGRAMS=3, TILE=256, LONGEST=8).items():
         monkeypatch.setattr(kernels, name, value)
 
 
@@ -130,8 +130,9 @@ POINTERS = {
     "*i1": "valid_S to_NP", "*fp32": "weights_NK weights_RK dweights_RK dweights_NK",
 }  # fmt: skip
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
-JOBS = [("_count_kernel", 128), ("_place_kernel", 16), ("_place_kernel", 128),
-        ("_place_kernel", 512), ("_destinations_kernel", 8), ("_destinations_kernel", 64),
+JOBS = [("_count_kernel", 1), ("_count_kernel", 128), ("_place_kernel", 1), ("_place_kernel", 16),
+        ("_place_kernel", 128), ("_place_kernel", 512), ("_destinations_kernel", 1),
+        ("_destinations_kernel", 8), ("_destinations_kernel", 64), ("_rows_kernel", 1),
         ("_rows_kernel", 8), ("_rows_kernel", 64), ("_spread_kernel", 8), ("_unspread_kernel", 8),
 ]  # fmt: skip
 
