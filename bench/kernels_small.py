@@ -1,6 +1,6 @@
-"""Times of the loss, the embedding's backward and AdamW against what they replace and their floor.
+"""Times of loss, embedding's backward, AdamW and dispatch plan, against what they replace.
 
-    python -m bench.kernels_small [loss] [embedding] [adamw]
+    python -m bench.kernels_small [loss] [embedding] [adamw] [plan]
 
 Qwen3 sizes on one CUDA device, about a minute. `floor` is the bytes (or the products) that must be
 moved (done) at the rates measured first; `x` is the time over it. A variant that fails is printed
@@ -9,6 +9,7 @@ and does not stop the others.
 
 import statistics
 import sys
+import time
 import traceback
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 
 import kernels.adamw as adamw
 import kernels.cross_entropy as loss
+import kernels.dispatch as dispatch
 import kernels.embedding as embedding
 
 D, V, TOKENS = 2048, 151936, 4096
@@ -342,10 +344,79 @@ def bench_norm(g):
     line("zero_grad of 1e9", time_ms(g.zero_), note=f"relative error of the sum {error:.1e}")
 
 
+# ---- Dispatch plan
+
+
+def graph_us(call, calls=20):
+    """Device microseconds of `call`: the host's launches are recorded, not timed."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return time_ms(graph.replay) / calls * 1e3
+
+
+def host_us(call, calls=50):
+    """Microseconds that the host needs to launch `call`."""
+    call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    taken = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return taken / calls * 1e6
+
+
+PLAN_CUTS = (  # PROGRAMS, TILE, LONGEST, WARPS
+    (64, 16384, 128, 8), (128, 16384, 128, 16), (128, 8192, 64, 8), (128, 8192, 128, 4),
+    (256, 16384, 128, 8), (256, 8192, 64, 4), (256, 8192, 64, 8), (256, 4096, 32, 4),
+)  # fmt: skip
+
+
+def there_and_back(crossing, choices, ids, weights, E, rows, ep=8):
+    """The sending side without the tokens, and its weights' gradient."""
+    cross = dispatch.lay_out(crossing(ids, E, ep), rows)
+    out = choices(ids, weights, cross, E // ep)[1]
+    torch.autograd.grad(out, weights, out.detach())
+
+
+def bench_plan():
+    from kernels import plan
+
+    def fused(ids, weights, cross, n_local):
+        way = cross.token_R, cross.rank_R, cross.at_NP
+        return plan.SpreadChoices.apply(ids, weights, *way, n_local)
+
+    for tokens, K, E in ((4096, 8, 128), (16384, 8, 128), (4096, 4, 32), (4096, 8, 512)):
+        ids = torch.rand(tokens, E, device="cuda").topk(K).indices
+        weights = torch.rand(tokens, K, device="cuda", requires_grad=True)
+        rows = int(dispatch.crossing_ref(ids, E, 8).counts_P2[:, 0].sum())
+        of = (ids, weights, E, rows)
+        calls = {
+            "plan, torch": partial(dispatch.dispatch_plan_ref, ids, E),
+            "plan": partial(dispatch.dispatch_plan, ids, E),
+            "to 8, torch": partial(
+                there_and_back, dispatch.crossing_ref, dispatch.spread_choices_ref, *of
+            ),
+            "to 8": partial(there_and_back, dispatch.crossing, fused, *of),
+        }
+        for name, call in calls.items():
+            with shielded(name):
+                note = f"device {graph_us(call):7.1f} us, host {host_us(call):7.1f} us"
+                line(f"{tokens} tokens, {K} of {E}: {name}", note=note)
+        for cut in PLAN_CUTS:
+            values = dict(zip(("PROGRAMS", "TILE", "LONGEST", "WARPS"), cut, strict=True))
+            with shielded("cut"), setting(plan, **values):
+                line(f"  plan, cut {cut}", note=f"device {graph_us(calls['plan']):7.1f} us")
+
+
 def main():
     parts = dict(
         loss=(bench_loss_parts, bench_loss, loss_errors), embedding=(bench_embedding,),
-        adamw=(bench_adamw,),
+        adamw=(bench_adamw,), plan=(bench_plan,),
     )  # fmt: skip
     rates()
     for name in sys.argv[1:] or parts:

@@ -9,12 +9,23 @@ sent and the rows are the tokens: only the receiving side is there.
 Every gather has its inverse in the plan, so that sums read in a fixed order, with no atomics: the
 same choices give the same bits. Sizes that depend on the choices come from the exchange of counts;
 with ep = 1 all are known on the host and nothing synchronises.
+On a GPU plans are made by the kernels of kernels/plan.py: the same results, bit for bit.
 """
 
+import os
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+try:
+    from kernels import plan as triton_plan
+except ImportError:  # Triton is not on every machine; without a GPU the references serve
+    triton_plan = None
+
+
+def _in_triton(ids: Tensor) -> bool:
+    return triton_plan is not None and (ids.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def up(x: Tensor) -> Tensor:
@@ -53,12 +64,8 @@ class Plan(NamedTuple):
     offsets_E: Tensor
 
 
-def dispatch_plan(ids_RK: Tensor, n_experts: int, slots: int | None = None) -> Plan:
-    """Sort the slots by expert; an expert nobody chose has an empty group.
-
-    ids_RK (R, K) integers, local expert ids. `slots`: how many are not −1 (a choice that lives on
-    another rank), None if all are experts.
-    """
+def dispatch_plan_ref(ids_RK: Tensor, n_experts: int, slots: int | None = None) -> Plan:
+    """`dispatch_plan` in plain torch."""
     R, K = ids_RK.shape
     device = ids_RK.device
     valid_RK = None if slots is None else ids_RK >= 0
@@ -74,13 +81,24 @@ def dispatch_plan(ids_RK: Tensor, n_experts: int, slots: int | None = None) -> P
     return Plan(order_S, order_S // K, sorted_S, positions_S.view(R, K), valid_RK, offsets_E)
 
 
+def dispatch_plan(ids_RK: Tensor, n_experts: int, slots: int | None = None) -> Plan:
+    """Sort the slots by expert; an expert nobody chose has an empty group.
+
+    ids_RK (R, K) integers, local expert ids. `slots`: how many are not −1 (a choice that lives on
+    another rank), None if all are experts.
+    """
+    if _in_triton(ids_RK):
+        return Plan(*triton_plan.sort_slots(ids_RK, n_experts, slots))
+    return dispatch_plan_ref(ids_RK, n_experts, slots)
+
+
 # ------------------------------------------------------------------------------------------------
 # Sending side
 # ------------------------------------------------------------------------------------------------
 
 
 class Crossing(NamedTuple):
-    """N tokens' way to `ep` ranks and back; before the counts are known only the first two.
+    """N tokens' way to `ep` ranks and back; before `lay_out` only the first two are to be read.
 
     to_NP: which ranks a token goes to; counts_P2: rows and slots for each of them. token_R,
     rank_R: token and destination of each row sent, rank by rank, tokens in order; at_NP: row that
@@ -94,20 +112,29 @@ class Crossing(NamedTuple):
     at_NP: Tensor | None = None
 
 
-def crossing(ids_NK: Tensor, n_experts: int, ep: int) -> Crossing:
-    """Where tokens must go; `n_experts` in all, consecutive ones on a rank. Does not wait."""
-    rank_NK = ids_NK // (n_experts // ep)
+def crossing_ref(ids_NK: Tensor, n_experts: int, ep: int) -> Crossing:
+    """`crossing` in plain torch."""
+    rank_NK = ids_NK.long() // (n_experts // ep)
     slots_NP = torch.nn.functional.one_hot(rank_NK, ep).sum(1)
     to_NP = slots_NP > 0
     return Crossing(to_NP, torch.stack([to_NP.sum(0), slots_NP.sum(0)], 1))
 
 
+def crossing(ids_NK: Tensor, n_experts: int, ep: int) -> Crossing:
+    """Where tokens must go; `n_experts` in all, consecutive ones on a rank. Does not wait."""
+    if _in_triton(ids_NK):
+        return Crossing(*triton_plan.cross(ids_NK, n_experts, ep))
+    return crossing_ref(ids_NK, n_experts, ep)
+
+
 def lay_out(cross: Crossing, rows: int) -> Crossing:
     """The crossing's rows, `rows` = the sum of its row counts, in the order they are sent."""
+    if cross.at_NP is not None:  # the kernels wrote them before their number was known
+        return cross._replace(token_R=cross.token_R[:rows], rank_R=cross.rank_R[:rows])
     N = len(cross.to_NP)
     to_PN = cross.to_NP.T.flatten()
     order = (~to_PN).to(torch.uint8).argsort(stable=True)[:rows]
-    at_NP = (to_PN.cumsum(0) - 1).clamp(min=0).view(-1, N).T
+    at_NP = (to_PN.cumsum(0) - 1).clamp(min=0).view_as(cross.to_NP.T).T
     return cross._replace(token_R=order % N, rank_R=order // N, at_NP=at_NP)
 
 
@@ -137,15 +164,26 @@ class _Collect(torch.autograd.Function):
         return grad_ND[ctx.cross.token_R], None
 
 
+def spread_choices_ref(
+    ids_NK: Tensor, weights_NK: Tensor, cross: Crossing, n_local: int
+) -> tuple[Tensor, Tensor]:
+    """Local expert ids and weights of the rows in plain torch."""
+    ids_RK = ids_NK[cross.token_R] - cross.rank_R[:, None] * n_local
+    here_RK = (ids_RK >= 0) & (ids_RK < n_local)
+    weights_RK = weights_NK[cross.token_R].masked_fill(~here_RK, 0)
+    return ids_RK.masked_fill(~here_RK, -1).to(torch.int32), weights_RK
+
+
 def spread(
     tokens_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, cross: Crossing, n_local: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What travels: rows (R, D), local expert ids (R, K) int32, −1 elsewhere, weights (R, K)."""
-    ids_RK = ids_NK[cross.token_R] - cross.rank_R[:, None] * n_local
-    here_RK = (ids_RK >= 0) & (ids_RK < n_local)
-    weights_RK = weights_NK[cross.token_R].masked_fill(~here_RK, 0)
-    local_RK = ids_RK.masked_fill(~here_RK, -1).to(torch.int32)
-    return _Spread.apply(tokens_ND, cross), local_RK, weights_RK
+    if _in_triton(ids_NK):
+        way = cross.token_R, cross.rank_R, cross.at_NP
+        choices = triton_plan.SpreadChoices.apply(ids_NK, weights_NK, *way, n_local)
+    else:
+        choices = spread_choices_ref(ids_NK, weights_NK, cross, n_local)
+    return _Spread.apply(tokens_ND, cross), *choices
 
 
 def collect(rows_RD: Tensor, cross: Crossing) -> Tensor:
