@@ -256,6 +256,12 @@ def test_transformers_model(model):
     assert len(routers) == sparse and all(p.grad.abs().sum() > 0 for p in routers)
 
 
+def test_transformers_compiles_its_layers():
+    for flag in (True, False):
+        m = hf.build(job_for(compile=flag), torch.device("cpu"))
+        assert [x._compiled_call_impl is not None for x in m.model.layers] == [flag] * 2
+
+
 def test_forced_ids():
     logits, weights, ids = torch.zeros(500, 8), torch.rand(500, 2), torch.zeros(500, 2).long()
     same, kept, forced = hf.force_random(None, None, (logits, weights, ids))
@@ -393,6 +399,7 @@ PITH = {
     "pyproject.toml": '[project]\nname = "pithtrain"\nversion = "0.1.3"\n',
     ".git/HEAD": "0123456789abcdef\n",
     "pithtrain/__init__.py": "import deep_gemm\n"
+    "import importlib.util\nassert importlib.util.find_spec('fla')\n"
     "from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd\n"
     "import fla.ops.common.chunk_o\n",
     "pithtrain/modules/__init__.py": "",

@@ -19,6 +19,7 @@ import importlib.util
 import json
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ def stand_in() -> list[str]:
             for depth in range(1, len(parts) + 1):
                 name = ".".join(parts[:depth])
                 module = sys.modules.setdefault(name, types.ModuleType(name))
-                module.__path__ = []
+                module.__spec__ = ModuleSpec(name, None)  # else find_spec() fails on it
                 if depth > 1:
                     setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], module)
             for name in names:
