@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import importlib
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,13 @@ from common.mesh import build as build_mesh
 from tests import pool
 from tests.test_training import documents
 
-MODEL = dataclasses.replace(
-    script.TINY, hidden_size=32, head_dim=12, num_hidden_layers=4, moe_intermediate_size=20,
-    initializer_range=0.2,
-)  # fmt: skip
+SCRIPTS = {  # what makes each one's tiny model smaller, of odd sizes, with weights that matter
+    "train_qwen3_moe": dict(
+        hidden_size=32, head_dim=12, num_hidden_layers=4, moe_intermediate_size=20,
+        initializer_range=0.2,
+    ),
+}  # fmt: skip
+MODEL = dataclasses.replace(script.TINY, **SCRIPTS["train_qwen3_moe"])
 LAYOUTS = {
     "pp2": (2, dict(pp=2)),
     "dp2": (2, dict()),
@@ -35,21 +40,29 @@ LAYOUTS = {
     "pp2 cp2": (4, dict(pp=2, cp=2)),
     "cp2 dp2 ep4": (4, dict(cp=2, ep=4)),
 }
+FEW = "pp2", "dp2", "ep2", "cp2", "pp2 ep2", "cp2 ep2, folded"  # for the other scripts
 
 
-def config(**flags):
+def config(script="train_qwen3_moe", **flags):
     defaults = dict(
         dtype="fp64", compile=False, seq_len=16, micro_batch=1, global_batch=8, steps=3, lr=1e-2,
         eval_batches=1,
         eps=1e-5, balance="sequence", balance_coef=0.1, z_loss_coef=1e-3,
     )  # fmt: skip
-    run = script.Config(**{**defaults, **flags})
+    run = importlib.import_module(script).Config(**{**defaults, **flags})
     return dataclasses.replace(run, out=run.out or Path("unused"))
+
+
+def script_of(run):
+    return sys.modules[type(run).__module__]
 
 
 def trainer(run, mesh):
     """What main builds, of a small model."""
-    model = dataclasses.replace(MODEL, num_hidden_layers=run.layers or 4)
+    script = script_of(run)
+    small = SCRIPTS[script.SCRIPT]
+    layers = run.layers or small["num_hidden_layers"]
+    model = dataclasses.replace(script.TINY, **{**small, "num_hidden_layers": layers})
     chunks = script.build(model, run, mesh)
     loader = script.Loader(run.data, run.seq_len, model.vocab_size, run.seed)
     return script.Trainer(
@@ -60,7 +73,7 @@ def trainer(run, mesh):
 def train(rank, world, flags, out=None):
     """Three steps; the records, and this rank's slices after the first and the last."""
     run = config(out=out, **flags)
-    t = trainer(run, build_mesh(run, torch.device("cpu")))
+    script, t = script_of(run), trainer(run, build_mesh(run, torch.device("cpu")))
     records, slices = [], []
     for step in (1, 2, 3):
         records.append(script.train_step(t, step))
@@ -99,11 +112,14 @@ def close(got, want, bound):
         assert (got[key] - x).abs().max() <= bound * max(x.abs().max(), 1e-3), key
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype,bound", [("fp64", 1e-12), ("fp32", 1e-5)])
-def test_layout_equals_one_process(layout, dtype, bound, tmp_path):
+@pytest.mark.parametrize("name,layout", [
+    (name, layout) for name in SCRIPTS for layout in (LAYOUTS if name == "train_qwen3_moe" else FEW)
+])  # fmt: skip
+def test_layout_equals_one_process(name, layout, dtype, bound, tmp_path):
     world, axes = LAYOUTS[layout]
-    common = dict(dtype=dtype, **{k: v for k, v in axes.items() if k not in ("pp", "cp", "ep")})
+    common = dict(script=name, dtype=dtype)
+    common |= {k: v for k, v in axes.items() if k not in ("pp", "cp", "ep")}
     # Without clipping the first exp_avg is the gradient times 1 - beta1.
     common["clip"] = 0.0 if dtype == "fp64" else 1.0
     records, first, last, evaluated = one_process(tuple(common.items()))
@@ -119,23 +135,20 @@ def test_layout_equals_one_process(layout, dtype, bound, tmp_path):
 
     saved = checkpoint.latest(tmp_path)
     reader = hf.Reader(saved)
-    masters = whole([last])
-    for (name, kind), x in masters.items():
+    masters, script = whole([last]), importlib.import_module(name)
+    for (weight, kind), x in masters.items():
         if kind == "master":
-            for hf_name, view in script.hf_views(name, x.view(shape_of(name, axes))):
+            shape = shapes(name, axes.get("layers"))[weight]
+            for hf_name, view in script.hf_views(weight, x.view(shape)):
                 error = (reader.read(hf_name).to(x.dtype) - view).abs().max()
                 assert error <= 50 * bound * max(view.abs().max(), 1e-3), hf_name
 
 
 @functools.cache
-def shapes(layers):
-    run = config(layers=layers)
+def shapes(name, layers):
+    run = config(name, layers=layers)
     chunks = trainer(run, build_mesh(run, torch.device("cpu"))).chunks
     return {name: p.shape for name, p in script.named_parameters(chunks)}
-
-
-def shape_of(name, axes):
-    return shapes(axes.get("layers"))[name]
 
 
 # ------------------------------------------------------------------------------------------------
