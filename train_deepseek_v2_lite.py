@@ -45,6 +45,7 @@ from common.config import Run, check, lr_at, parse, to_json
 from common.data import IGNORE, Batch, Loader, Prefetch, read_batches, to_device
 from common.dualpipev import Counts, Defer, Exchange, Route, Steps
 from common.dualpipev import run as run_schedule
+from common.graph import Replay, can_replay
 from common.lifecycle import announce, load_weights, named_parameters, resume, save, show_sample
 from common.log import Log, Profiler, Stop, figures
 from common.mesh import Mesh, Pipe, from_rank_0, seeded, spread_layers, start, world_size
@@ -57,6 +58,7 @@ from kernels.embedding import embedding
 from kernels.experts import expert_mlp
 from kernels.latent import latent_attention
 from kernels.ring import zigzag
+from kernels.router import router_logits
 
 # ------------------------------------------------------------------------------------------------
 # Config and presets
@@ -68,8 +70,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class Config(Run):
-    # differs: another balance loss
-    """The run's flags, with the balance loss of the published model."""
+    """The run's flags, with the published model's balance loss."""  # differs: balance loss
 
     balance: Literal["micro-batch", "global-batch", "sequence", "none"] = "sequence"
     """What the load-balancing loss is computed over."""
@@ -132,22 +133,19 @@ class Model:
     initializer_range: float = 0.02
     max_position_embeddings: int = 163840  # differs: V2-Lite's size
 
-    def is_sparse(self, layer: int) -> bool:
+    def is_sparse(self, layer: int) -> bool:  # differs: the first layers are dense
         """Whether `layer` routes to experts; the others have one dense MLP."""
-        # differs: the first layers are dense
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
 
-# differs: another architecture
-TINY = Model(
+TINY = Model(  # differs: another architecture
     vocab_size=257, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, kv_lora_rank=48,
     qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=32, intermediate_size=256,
     moe_intermediate_size=96, num_experts=8, n_shared_experts=1, num_experts_per_tok=2,
     rope_scaling=Yarn(4.0, 1024, mscale=0.707, mscale_all_dim=0.707), max_position_embeddings=4096,
     initializer_range=0.05,  # with less, what comes through so narrow a latent hardly counts
 )  # fmt: skip
-# differs: other models
-MODELS = {
+MODELS = {  # differs: other models
     "tiny": TINY,
     "v2-lite": Model(),
     "v2": Model(
@@ -156,8 +154,7 @@ MODELS = {
         topk_method="group_limited_greedy", n_group=8, topk_group=3, routed_scaling_factor=16.0,
     ),
 }  # fmt: skip
-# differs: other models
-FLAGS: dict[str, dict[str, Any]] = {
+FLAGS: dict[str, dict[str, Any]] = {  # differs: other models
     "tiny": dict(
         seq_len=128, micro_batch=8, global_batch=16, steps=240, lr=3e-3, warmup=5,
         schedule="cosine", dtype="fp32", compile=False, eval_every=80, eval_batches=4,
@@ -170,8 +167,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 def model_of(run: Config) -> Model:
     """The architecture that the flags name. Raises ValueError for what this script cannot do."""
-    # differs: another config.json
-    model = MODELS[run.preset]
+    model = MODELS[run.preset]  # differs: another config.json
     source = run.model_config or run.init_from
     if source is not None:
         config = hf.read_config(source)
@@ -216,12 +212,11 @@ def yarn_of(rope_scaling: dict[str, Any] | None, source: Path) -> Yarn | None:
 
 def check_model(model: Model, run: Config) -> None:
     """Refuse, before anything is built, a model that cannot be or that the layout cannot hold."""
-    # differs: groups of experts, other heads
     E, K, G, best = model.num_experts, model.num_experts_per_tok, model.n_group, model.topk_group
     D, width, layers = model.hidden_size, model.moe_intermediate_size, model.num_hidden_layers
     divisors = [n for n in range(1, E + 1) if E % n == 0]
     choices = E if model.topk_method == "greedy" else E // G * best
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available()  # differs: groups of experts, other heads
     for wrong, said in (
         (E % run.ep, f"--ep {run.ep} does not divide num_experts {E}; use one of {divisors}"),
         (model.topk_method not in TOPK_METHODS, f"topk_method {model.topk_method} is not one of "
@@ -279,7 +274,7 @@ class RMSNorm(nn.Module):
 
 
 class Places(NamedTuple):
-    """Where tokens stand: cos and sin, (T, C/2) or (B, 1, T, C/2), and where documents begin."""
+    """Where tokens stand: cos and sin, (T, 1, C/2) or (B, T, 1, C/2), and where documents begin."""
 
     cos: Tensor
     sin: Tensor
@@ -287,14 +282,13 @@ class Places(NamedTuple):
 
 
 def rope_table(model: Model, positions: Tensor, dtype: torch.dtype) -> Places:
-    """cos and sin (T, C/2) of position · frequency, never below fp32.
+    """cos and sin (T, 1, C/2) of position · frequency, never below fp32.
 
     Frequencies are theta^(-2i/C) (RoFormer, eq. 15), slowed down by YaRN between the pairs `low`
     and `high` (arXiv 2309.00071, sec. 3.2; DeepseekV2YarnRotaryEmbedding in the published
     modeling_deepseek.py, which also scales cos and sin).
     """
-    # differs: YaRN
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)  # differs: YaRN
     C, yarn, size = model.qk_rope_head_dim, model.rope_scaling, 1.0
     at = torch.arange(C // 2, dtype=wide, device=positions.device)
     frequencies = model.rope_theta ** (-2 * at / C)
@@ -309,67 +303,61 @@ def rope_table(model: Model, positions: Tensor, dtype: torch.dtype) -> Places:
         frequencies = frequencies * (1 - slow) + frequencies / yarn.factor * slow
         size = yarn.stretch(yarn.mscale) / yarn.stretch(yarn.mscale_all_dim)
     angles = torch.outer(positions.to(wide), frequencies)
-    return Places(angles.cos() * size, angles.sin() * size)
+    return Places(size * angles.cos()[:, None], size * angles.sin()[:, None])
 
 
-def rotate(x_BHTC: Tensor, places: Places) -> Tensor:
+def rotate(x_BTHC: Tensor, places: Places) -> Tensor:  # differs: pairs are neighbours
     """Turn the pairs (x_2i, x_{2i+1}) by the position's angles, in fp32."""
-    # differs: pairs are neighbours
-    a, b = up(x_BHTC).unflatten(-1, (-1, 2)).unbind(-1)
+    a, b = up(x_BTHC).unflatten(-1, (-1, 2)).unbind(-1)
     turned = [a * places.cos - b * places.sin, b * places.cos + a * places.sin]
-    return torch.stack(turned, -1).flatten(-2).to(x_BHTC.dtype)
-
-
-LATENT_EPS = 1e-6  # of the norms of latents: the published model has it fixed
+    return torch.stack(turned, -1).flatten(-2).to(x_BTHC.dtype)
 
 
 class Attention(nn.Module):
-    # differs: another attention
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, sec. 2.1).
 
     A head's keys and values are made from a latent that all heads share; positions enter through
     a part of queries and keys of its own, in keys one for all heads.
-    """
+    """  # differs: another attention
 
     def __init__(self, model: Model, mesh: Mesh):
-        # differs: queries and keys in two parts, from latents
-        super().__init__()
+        super().__init__()  # differs: queries and keys in two parts, from latents
         D, H, yarn = model.hidden_size, model.num_attention_heads, model.rope_scaling
         self.parts = model.qk_nope_head_dim, model.qk_rope_head_dim
         self.latent_parts = model.kv_lora_rank, model.qk_rope_head_dim
         width, self.ring = sum(self.parts), mesh.ring
+        norm = partial(RMSNorm, eps=1e-6)  # of latents: as published, whatever rms_norm_eps says
         # As DeepSeek's modeling_deepseek.py; some releases of transformers leave YaRN's factor out.
         self.scale = width**-0.5 * (yarn.stretch(yarn.mscale_all_dim) ** 2 if yarn else 1.0)
         if model.q_lora_rank is None:
             self.q_proj = Linear(D, H * width)
         else:
             self.q_a_proj = Linear(D, model.q_lora_rank)
-            self.q_a_layernorm = RMSNorm(model.q_lora_rank, LATENT_EPS)
+            self.q_a_layernorm = norm(model.q_lora_rank)
             self.q_b_proj = Linear(model.q_lora_rank, H * width)
         self.kv_a_proj_with_mqa = Linear(D, sum(self.latent_parts))
-        self.kv_a_layernorm = RMSNorm(model.kv_lora_rank, LATENT_EPS)
+        self.kv_a_layernorm = norm(model.kv_lora_rank)
         self.kv_b_proj = Linear(model.kv_lora_rank, H * (self.parts[0] + model.v_head_dim))
         self.o_proj = Linear(H * model.v_head_dim, D)
 
     def forward(self, x_BTD: Tensor, places: Places) -> Tensor:
-        # differs: queries and keys in two parts, from latents
         latent_BTR, k_rope = self.kv_a_proj_with_mqa(x_BTD).split(self.latent_parts, -1)
+        k_rope_BT1C = rotate(k_rope.unsqueeze(2), places)
         out_BHTV, _ = latent_attention(
-            self.queries(x_BTD, places), self.kv_a_layernorm(latent_BTR),
-            rotate(k_rope.unsqueeze(1), places), self.kv_b_proj.weight,
+            self.queries(x_BTD, places).transpose(1, 2), self.kv_a_layernorm(latent_BTR),
+            k_rope_BT1C.transpose(1, 2), self.kv_b_proj.weight,
             scale=self.scale, cu_seqlens=places.cu_seqlens, ring=self.ring,
         )  # fmt: skip
-        return self.o_proj(out_BHTV.transpose(1, 2).flatten(2))
+        return self.o_proj(out_BHTV.transpose(1, 2).flatten(2))  # differs: from latents
 
     def queries(self, x_BTD: Tensor, places: Places) -> Tensor:
-        """(B, H, T, nope + rope), the second part rotated; a view of (B, T, H, ·)."""
+        """(B, T, H, nope + rope), the second part rotated."""
         if hasattr(self, "q_proj"):
             q = self.q_proj(x_BTD)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
         q_nope, q_rope = q.unflatten(-1, (-1, sum(self.parts))).split(self.parts, -1)
-        q_rope = rotate(q_rope.transpose(1, 2), places).transpose(1, 2)
-        return torch.cat([q_nope, q_rope], -1).transpose(1, 2)
+        return torch.cat([q_nope, rotate(q_rope, places)], -1)
 
 
 class MLP(nn.Module):
@@ -400,17 +388,32 @@ class AttachLoss(torch.autograd.Function):
         return grad, torch.ones((), dtype=ctx.dtype, device=grad.device)
 
 
+def mix(x: Tensor) -> Tensor:
+    """Integers below 2^32 to pseudo-random ones (lowbias32, github.com/skeeto/hash-prospector)."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def random_ids(key: Tensor, N: int, E: int, K: int) -> Tensor:
+    """K distinct experts (N, K) of E for each token, uniform, drawn by a number (scalar, int64).
+
+    Not from a generator: its state is the host's, and a CUDA graph could not advance it.
+    """
+    key = mix(mix(key >> 32) ^ (key & 0xFFFFFFFF))
+    x_NE = mix(mix(torch.arange(N * E, device=key.device)) ^ key).view(N, E)
+    return (x_NE >> 9).float().topk(K, dim=-1).indices  # 23 bits: exact
+
+
 class Router(nn.Module):
-    # differs: groups, and a factor
     """Softmax over all experts, then the top K, of the best groups if so limited; all in fp32.
 
     The chosen are renormalised if norm_topk_prob, and otherwise multiplied by the factor, as in
     MoEGate of the published modeling_deepseek.py (transformers' copies multiply only).
-    """
+    """  # differs: groups, and a factor
 
     def __init__(self, model: Model, run: Config, mesh: Mesh):
-        # differs: groups, and a factor
-        super().__init__()
+        super().__init__()  # differs: groups, and a factor
         self.weight = parameter(model.num_experts, model.hidden_size)
         self.K, self.factor = model.num_experts_per_tok, model.routed_scaling_factor
         self.renormalise = model.norm_topk_prob and self.K > 1
@@ -423,14 +426,16 @@ class Router(nn.Module):
         """Choose: (weights (N, K), ids (N, K), auxiliary loss, statistics (2, E)).
 
         state_2E: each expert's share of the previous step's slots, and its bias; ids_NK given
-        replaces the choice. Statistics: slots received, and the sum of probabilities.
+        replaces the choice (a scalar: by random ones). Statistics: slots received, and the sum of
+        probabilities.
         """
-        # differs: groups, and a factor
-        logits_NE = F.linear(up(tokens_ND), up(self.weight))
+        logits_NE = router_logits(tokens_ND, self.weight)
         probs_NE = logits_NE.softmax(-1)
         previous_E, bias_E = state_2E.unbind()
         if ids_NK is None:
-            ids_NK = self.choose(probs_NE + bias_E)
+            ids_NK = self.choose(probs_NE + bias_E)  # differs: groups, and a factor
+        elif ids_NK.ndim == 0:
+            ids_NK = random_ids(ids_NK, *probs_NE.shape, self.K)
         if self.renormalise:  # the chosen probabilities over their sum, which may be tiny
             weights_NK = logits_NE.gather(-1, ids_NK).softmax(-1)
         else:
@@ -477,21 +482,19 @@ class Experts(nn.Module):
 
 class MoE(nn.Module):
     def __init__(self, model: Model, run: Config, mesh: Mesh):
-        # differs: shared experts
-        super().__init__()
+        super().__init__()  # differs: shared experts
         self.gate, self.experts = Router(model, run, mesh), Experts(model, mesh.ep)
         width = model.n_shared_experts * model.moe_intermediate_size
         self.shared_experts = MLP(model.hidden_size, width)
 
 
 class Layer(nn.Module):
-    # differs: shared experts
     """One transformer layer, cut into what lies between two communications.
 
     attend_and_route → (tokens to their experts) → experts → (and back) → aggregate, and shared
     beside the first exchange. The routed experts are not compiled, the rest is; a dense layer has
     no exchange.
-    """
+    """  # differs: shared experts
 
     def __init__(self, model: Model, run: Config, mesh: Mesh, index: int):
         super().__init__()
@@ -509,7 +512,6 @@ class Layer(nn.Module):
 
     def forward(self, x_BTD, places, state_2E, statistics_2E, batch: Batch, defer) -> Steps:
         """(B, T, D) → (B, T, D), as steps. Adds to `statistics_2E` when training."""
-        # differs: shared experts
         again = self.run.recompute if torch.is_grad_enabled() else "none"
         if not self.sparse:
             return segment(again == "layer", self.dense, x_BTD, places)
@@ -536,7 +538,7 @@ class Layer(nn.Module):
         # away; and in the backward, where they are a segment of their own, its reverse: the
         # gradient of `shared` is there before that starts, theirs is needed after it only.
         shared = partial(segment, again != "none", self.shared)
-        dispatch = Exchange(route, sent, keep=(h, tokens), beside=shared)
+        dispatch = Exchange(route, sent, keep=(h, tokens), beside=shared)  # differs: shared experts
         rows, ids, weights, h, shared = yield dispatch
         plan = dispatch_plan(ids, E // mesh.ep, slots)
         back = segment(again != "none", self.mlp_experts, rows, weights, plan, defer)
@@ -565,8 +567,7 @@ class Layer(nn.Module):
         return self.mlp.shared_experts(tokens_ND)
 
     def aggregate(self, h_BTD: Tensor, back_ND: Tensor, shared_ND: Tensor) -> Tensor:
-        # differs: shared experts
-        return h_BTD + (back_ND + shared_ND).view_as(h_BTD)
+        return h_BTD + (back_ND + shared_ND).view_as(h_BTD)  # differs: shared experts
 
     def dense(self, x_BTD: Tensor, places: Places) -> Tensor:
         h, normed = self.attend(x_BTD, places)
@@ -575,7 +576,8 @@ class Layer(nn.Module):
     def forced_ids(self, x_BTD: Tensor, batch: Batch) -> Tensor | None:
         """Choices (N, K) that replace the router's: replayed, or balanced for a benchmark.
 
-        stride: token t's j-th expert is (t + j·E/K) mod E; random: K distinct, uniform.
+        stride: token t's j-th expert is (t + j·E/K) mod E; random: K distinct, uniform, which
+        `random_ids` draws from the number (scalar) that is returned here.
         """
         if batch.routes is not None and self.index in batch.routes:
             return batch.routes[self.index]
@@ -586,8 +588,8 @@ class Layer(nn.Module):
         if self.run.force_balance == "stride":
             first_N1 = torch.arange(N, device=device)[:, None]
             return (first_N1 + torch.arange(K, device=device) * E // K) % E
-        generator = seeded(device, self.run.seed, "routes", self.index, batch.index)
-        return torch.rand(N, E, device=device, generator=generator).topk(K, dim=-1).indices
+        key = torch.as_tensor(batch.index, device=device)
+        return key + (((self.run.seed << 10) + self.index) % 2**31 << 32)
 
 
 def segment(again: bool, function, *args):
@@ -638,7 +640,7 @@ class Chunk(nn.Module):
         if self.first:
             x_BTD = embedding(batch.tokens, self.model.embed_tokens.weight)
         at = slice(x_BTD.shape[1]) if self.here is None else self.here
-        at = at if batch.positions is None else batch.positions[:, None]
+        at = at if batch.positions is None else batch.positions
         places = Places(self.rope.cos[at], self.rope.sin[at], batch.cu_seqlens)
         for layer, state, stats in zip(
             self.model.layers.values(), self.state, self.statistics, strict=True
@@ -731,8 +733,7 @@ def whole(model: Model) -> Chunk:
 
 def hf_config(model: Model, dtype: str) -> dict[str, Any]:
     """config.json of a checkpoint."""
-    # differs: other fields
-    fixed = dict(
+    fixed = dict(  # differs: other fields
         architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", hidden_act="silu",
         attention_bias=False, attention_dropout=0.0, scoring_func="softmax",
         num_key_value_heads=model.num_attention_heads,
@@ -752,11 +753,11 @@ def hf_config(model: Model, dtype: str) -> dict[str, Any]:
 
 def active_parameters(model: Model) -> int:
     """Weights that multiply a token: all but the embedding and the experts it did not choose."""
-    # differs: latent attention, shared experts
     D, H, rank = model.hidden_size, model.num_attention_heads, model.q_lora_rank
     queries = H * (model.qk_nope_head_dim + model.qk_rope_head_dim)
     attention_weights = D * queries if rank is None else (D + queries) * rank
     attention_weights += D * (model.kv_lora_rank + model.qk_rope_head_dim + H * model.v_head_dim)
+    # differs: latent attention, shared experts
     attention_weights += model.kv_lora_rank * H * (model.qk_nope_head_dim + model.v_head_dim)
     dense = 3 * D * model.intermediate_size
     experts = model.num_experts_per_tok + model.n_shared_experts
@@ -769,10 +770,9 @@ def active_parameters(model: Model) -> int:
 
 def flops_per_token(model: Model, seq_len: int) -> float:
     """Forward and backward: 6 a weight, and attention's two products over the causal half."""
-    # differs: queries and keys are wider than values
     widths = model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
     products = 3 * model.num_hidden_layers * model.num_attention_heads * widths * seq_len
-    return 6 * active_parameters(model) + products
+    return 6 * active_parameters(model) + products  # differs: values are narrower
 
 
 # ------------------------------------------------------------------------------------------------
@@ -826,6 +826,7 @@ class Trainer:
             shape = run.micro_batch, run.seq_len // mesh.cp, self.model.hidden_size
             like = torch.empty(shape, dtype=DTYPES[run.dtype], device=mesh.device)
             self.pipe = Pipe(mesh.pp_rank, mesh.pipeline, mesh.down, mesh.up, like)
+        self.replay = Replay(self.chunks, run.wgrad_batch) if can_replay(run, mesh) else None
 
 
 def gradients(
@@ -843,10 +844,19 @@ def gradients(
         dist.all_reduce(count, group=mesh.stage)
     loss_grad = count.clamp(min=1).reciprocal()
     batches = [dataclasses.replace(batch, loss_grad=loss_grad) for batch in batches]
-    losses = run_schedule(
-        t.chunks, batches, loss_grad, pipe=t.pipe, around=around, wgrad_batch=t.run.wgrad_batch,
-        finished=lambda chunk: [bucket.reduce() for bucket in t.chunks[chunk].buckets],
-    )  # fmt: skip
+
+    def finished(chunk: int) -> None:
+        for bucket in t.chunks[chunk].buckets:
+            bucket.reduce()
+
+    if t.replay is not None:
+        losses = t.replay(batches, loss_grad)
+        finished(0)
+    else:
+        losses = run_schedule(
+            t.chunks, batches, loss_grad, pipe=t.pipe, around=around, finished=finished,
+            wgrad_batch=t.run.wgrad_batch,
+        )  # fmt: skip
     return torch.stack(losses).sum() * loss_grad if losses else 0 * loss_grad
 
 
@@ -920,8 +930,8 @@ def train_step(
         tokens=t.tokens, skipped=t.optimizer.skipped, stop=stops > 0,
     )  # fmt: skip
     flops = flops_per_token(t.model, run.seq_len)
-    step_s = time.perf_counter() - begin
-    return record | figures(t.mesh.device, run.dtype, tokens, step_s, flops, t.mesh.world)
+    step_s, held = time.perf_counter() - begin, t.replay.nbytes if t.replay else 0
+    return record | figures(t.mesh.device, run.dtype, tokens, step_s, flops, t.mesh.world, held)
 
 
 # ------------------------------------------------------------------------------------------------

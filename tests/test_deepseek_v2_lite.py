@@ -246,11 +246,13 @@ def test_yarn_of_the_published_models():
     for i in (0, 9, 10, 16, 22, 23, 31):  # kept up to pair 10, from 23 on slowed down 40 times
         slow = min(max((i - 10) / (23 - 10), 0), 1)
         f = 1e4 ** (-i / 32) * (1 - slow + slow / 40)
-        assert table.cos[:, i].tolist() == pytest.approx([math.cos(t * f) for t in at.tolist()])
-        assert table.sin[:, i].tolist() == pytest.approx([math.sin(t * f) for t in at.tolist()])
+        assert table.cos[:, 0, i].tolist() == pytest.approx([math.cos(t * f) for t in at.tolist()])
+        assert table.sin[:, 0, i].tolist() == pytest.approx([math.sin(t * f) for t in at.tolist()])
     ratio = (0.05 * math.log(40) + 1) / (0.1 * math.log(40) + 1)
     model = dataclasses.replace(script.MODELS["v2-lite"], rope_scaling=other)
-    assert script.rope_table(model, at, torch.float64).cos[0, 0] == pytest.approx(ratio, rel=1e-12)
+    assert script.rope_table(model, at, torch.float64).cos[0, 0, 0] == pytest.approx(
+        ratio, rel=1e-12
+    )
 
 
 def test_factor_doubles_the_routed_output_and_leaves_the_shared(monkeypatch):
