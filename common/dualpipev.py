@@ -70,20 +70,26 @@ class Exchange:
     Yielded by a layer, it resumes with the received tensors, then the kept ones. All live tensors
     that carry a gradient must be sent or kept: the tape cuts autograd here. The gradient of a
     received tensor travels back along the reversed route in that tensor's dtype.
+    `beside` (tensor → tensor) is a branch of the layer that is computed while the rows travel, and
+    whose backward runs while their gradients do: of the last kept tensor, in whose place it stands.
     """
 
-    def __init__(self, route: Route, tensors: Sequence[Tensor], keep: Sequence[Tensor] = ()):
+    def __init__(self, route: Route, tensors: Sequence[Tensor], keep=(), beside=None):
         self.route, self.tensors, self.keep = route, tuple(tensors), tuple(keep)
         self.received, self.works = launch(route, self.tensors)
+        self.beside = beside
 
-    def wait(self) -> list[Tensor]:
-        for work in self.works:
-            work.wait()
-        return self.received
+    def wait(self) -> None:
+        while self.works:
+            self.works.pop().wait()
 
     def through(self) -> tuple[Tensor, ...]:
         """What the layer resumes with where nothing is cut."""
-        return (self.tensors if self.route.group is None else tuple(self.wait())) + self.keep
+        kept = self.keep
+        if self.beside is not None:
+            kept = (*kept[:-1], self.beside(kept[-1]))
+        self.wait()
+        return (self.tensors if self.route.group is None else tuple(self.received)) + kept
 
 
 class Counts:
@@ -94,8 +100,7 @@ class Counts:
     """
 
     def __init__(self, group: Any, counts_P2: Tensor):
-        self.both = counts_P2.new_empty(2, *counts_P2.shape)
-        self.both[0] = counts_P2
+        self.both = torch.stack([counts_P2, torch.empty_like(counts_P2)])
         self.work = dist.all_to_all_single(self.both[1], self.both[0], group=group, async_op=True)
 
     def through(self) -> "Counts":
@@ -119,6 +124,7 @@ class Cut:
     sent: int  # the first `sent` of edges and leaves travelled, the others were kept
     edges: list[Any]
     leaves: list[Tensor | None]
+    branch: tuple[list[Any], list[Tensor]] = ((), ())  # what ran beside: its edge, leaf after it
 
 
 def _edges(tensors: Sequence[Tensor]) -> list[Any]:
@@ -150,15 +156,18 @@ class Tape:
             compute()
 
     def cut(self, exchange: Exchange) -> tuple[Tensor, ...]:
-        """Wait for `exchange`, note the cut, and return what the layer goes on with."""
+        """Note the cut, and return what the layer goes on with, once `wait` has returned."""
         if exchange.route.group is None and not self.cut_all:
             return exchange.through()
         before = exchange.tensors + exchange.keep
-        after = [t.detach() for t in (*exchange.wait(), *exchange.keep)]
-        for new, old in zip(after, before, strict=True):
-            new.requires_grad_(old.requires_grad)
+        pairs = zip((*exchange.received, *exchange.keep), before, strict=True)
+        after = [new.detach().requires_grad_(old.requires_grad) for new, old in pairs]
         leaves = [t if t.requires_grad else None for t in after]
         self.cuts.append(Cut(exchange.route, len(exchange.tensors), _edges(before), leaves))
+        if exchange.beside is not None:
+            result = exchange.beside(after[-1])
+            after[-1] = result.detach().requires_grad_(result.requires_grad)
+            self.cuts[-1].branch = _edges([result]), [after[-1]]
         return tuple(after)
 
     @torch.no_grad()
@@ -197,8 +206,9 @@ def forward(steps: Steps, tape: Tape | None) -> Generator[None, None, Any]:
         if isinstance(request, Counts):
             value = request.through()
             continue
-        yield
         value = request.through() if tape is None else tape.cut(request)
+        yield
+        request.wait()
     if tape is not None:
         tape.outputs = _edges([output])
     return output.detach()
@@ -214,20 +224,17 @@ def backward(tape: Tape, grad: Tensor, hold: bool = False) -> Generator[None, No
     while tape.cuts:
         cut = tape.cuts.pop()
         _run_segment(edges, grads)
-        gradients = [leaf if leaf is None else leaf.grad for leaf in cut.leaves]
-        travel = [i for i in range(cut.sent) if cut.leaves[i] is not None]
-        for i in travel:  # a leaf nobody used has no gradient, but its rank's peers wait for one
-            if gradients[i] is None:
-                gradients[i] = torch.zeros_like(cut.leaves[i])
-        received, works = launch(cut.route.reverse(), [gradients[i] for i in travel])
+        travelled = [leaf for leaf in cut.leaves[: cut.sent] if leaf is not None]
+        # A leaf nobody used has no gradient, but its rank's peers wait for one.
+        sent = [torch.zeros_like(t) if t.grad is None else t.grad for t in travelled]
+        back = Exchange(cut.route.reverse(), sent)
+        _run_segment(cut.branch[0], [leaf.grad for leaf in cut.branch[1]])
         if not hold:
             tape.flush()
         yield
-        for work in works:
-            work.wait()
-        for i, gradient in zip(travel, received, strict=True):
-            gradients[i] = gradient
-        edges, grads = cut.edges, gradients
+        back.wait()
+        home = {id(t): gradient for t, gradient in zip(travelled, back.received, strict=True)}
+        edges, grads = cut.edges, [t if t is None else home.get(id(t), t.grad) for t in cut.leaves]
     _run_segment(edges, grads)
     if not hold:
         tape.flush()
@@ -268,9 +275,8 @@ class Action:
     phase: int = 0
 
     def __str__(self) -> str:
-        return " + ".join(
-            f"{k} {x[0]}.{x[1]}" for k, x in zip("fbw", (self.f, self.b, self.w)) if x
-        )
+        parts = zip("fbw", (self.f, self.b, self.w))
+        return " + ".join(f"{k} {x[0]}.{x[1]}" for k, x in parts if x)
 
 
 def plain(micro_batches: int, wgrad_batch: int = 1) -> Iterator[Action]:
@@ -379,16 +385,11 @@ class _Run:
 
 
 def run(
-    chunks: Sequence[Chunk],
-    batches: Sequence[Any],
-    loss_grad: Tensor | None = None,
-    *,
-    pipe: Any = None,
-    wgrad_batch: int = 1,
+    chunks: Sequence[Chunk], batches: Sequence[Any], loss_grad: Tensor | None = None, *,
+    pipe: Any = None, wgrad_batch: int = 1, cut_all: bool = False,
     finished: Callable[[int], None] = lambda chunk: None,
-    cut_all: bool = False,
     around: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Take every micro-batch through this rank's chunks, and back if `loss_grad` is given.
 
     A chunk is called as `chunk(x, batch, defer)` and returns its steps; the model's first gets

@@ -27,6 +27,10 @@ SCRIPTS = {  # what makes each one's tiny model smaller, of odd sizes, with weig
         hidden_size=32, head_dim=12, num_hidden_layers=4, intermediate_size=20, sliding_window=5,
         swiglu_limit=0.5, initializer_range=0.2,
     ),
+    "train_deepseek_v2_lite": dict(  # pp 2 is uneven: 5 layers, the first dense
+        hidden_size=32, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10,
+        num_hidden_layers=5, moe_intermediate_size=20, n_shared_experts=2, initializer_range=0.2,
+    ),
 }  # fmt: skip
 MODEL = dataclasses.replace(script.TINY, **SCRIPTS["train_qwen3_moe"])
 LAYOUTS = {
