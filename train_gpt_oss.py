@@ -113,6 +113,7 @@ class Model:
     layer_types: tuple[str, ...] = ALTERNATE * 12
     sliding_window: int = 128  # keys that a token sees in a layer of that type, itself included
     rope_theta: float = 150000.0  # differs: 20B's size
+    # differs: always YaRN
     rope_scaling: RopeScaling = RopeScaling()
     rms_norm_eps: float = 1e-5  # differs: 20B's size
     tie_word_embeddings: bool = False
@@ -265,7 +266,7 @@ class RMSNorm(nn.Module):
 
 
 class Places(NamedTuple):
-    """Where tokens stand: cos and sin, (T, C/2) or (B, 1, T, C/2), and where documents begin."""
+    """Where tokens stand: cos and sin, (T, 1, C/2) or (B, T, 1, C/2), and where documents begin."""
 
     cos: Tensor
     sin: Tensor
@@ -288,7 +289,7 @@ def yarn_range(model: Model) -> tuple[float, float]:
 
 def rope_table(model: Model, positions: Tensor, dtype: torch.dtype) -> Places:
     # differs: YaRN
-    """cos and sin (T, C/2) of the rotations, times YaRN's factor, never below fp32.
+    """cos and sin (T, 1, C/2) of the rotations, times YaRN's factor, never below fp32.
 
     Pair i turns by theta^(-2i/C) a token; from `yarn_range`'s low end to its high end this falls
     to a `factor`-th (YaRN, arXiv 2309.00071, sections 3.2 and 3.4).
@@ -301,14 +302,14 @@ def rope_table(model: Model, positions: Tensor, dtype: torch.dtype) -> Places:
     frequencies = model.rope_theta ** (-2 * pairs / model.head_dim) * slower
     angles = torch.outer(positions.to(wide), frequencies)
     magnitude = 0.1 * math.log(model.rope_scaling.factor) + 1
-    return Places(angles.cos() * magnitude, angles.sin() * magnitude)
+    return Places(*(x[:, None] * magnitude for x in (angles.cos(), angles.sin())))
 
 
-def rotate(x_BHTC: Tensor, places: Places) -> Tensor:
+def rotate(x_BTHC: Tensor, places: Places) -> Tensor:
     """Turn the pairs (x_i, x_{i+C/2}) by the position's angles, in fp32."""
-    a, b = up(x_BHTC).chunk(2, dim=-1)
+    a, b = up(x_BTHC).chunk(2, dim=-1)
     turned = [a * places.cos - b * places.sin, b * places.cos + a * places.sin]
-    return torch.cat(turned, -1).to(x_BHTC.dtype)
+    return torch.cat(turned, -1).to(x_BTHC.dtype)
 
 
 class Attention(nn.Module):
@@ -329,11 +330,12 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, places: Places) -> Tensor:
         # differs: window and sinks, no norms
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
-        q = rotate(self.q_proj(x_BTD).view(heads).transpose(1, 2), places)
-        k = rotate(self.k_proj(x_BTD).view(heads).transpose(1, 2), places)
-        v = self.v_proj(x_BTD).view(heads).transpose(1, 2)
+        q_BTHC = rotate(self.q_proj(x_BTD).view(heads), places)
+        k_BTGC = rotate(self.k_proj(x_BTD).view(heads), places)
+        v_BTGC = self.v_proj(x_BTD).view(heads)
+        qkv = (x.transpose(1, 2) for x in (q_BTHC, k_BTGC, v_BTGC))  # views, as is the output
         out_BHTC, _ = attention(
-            q, k, v, scale=self.head_dim**-0.5, window=self.window, sink=self.sinks,
+            *qkv, scale=self.head_dim**-0.5, window=self.window, sink=self.sinks,
             cu_seqlens=places.cu_seqlens, ring=self.ring,
         )  # fmt: skip
         return self.o_proj(out_BHTC.transpose(1, 2).flatten(2))
@@ -584,7 +586,7 @@ class Chunk(nn.Module):
         if self.first:
             x_BTD = embedding(batch.tokens, self.model.embed_tokens.weight)
         at = slice(x_BTD.shape[1]) if self.here is None else self.here
-        at = at if batch.positions is None else batch.positions[:, None]
+        at = at if batch.positions is None else batch.positions
         places = Places(self.rope.cos[at], self.rope.sin[at], batch.cu_seqlens)
         for layer, state, stats in zip(
             self.model.layers.values(), self.state, self.statistics, strict=True
