@@ -8,9 +8,8 @@ The tiny run falls from a loss of 5.6 to about 1.8 (nats a byte) in its 240 step
 to the gradients one reads this file and common/dualpipev.py; the products of attention, experts
 and loss are in kernels/.
 
-What differs from train_qwen3_moe.py: multi-head latent attention, YaRN and interleaved rope pairs,
-shared experts beside the routed ones, groups of experts, dense first layers, and a balance loss
-sequence by sequence.
+What differs from train_qwen3_moe.py: multi-head latent attention, YaRN, neighbours as rope pairs,
+shared experts, groups of experts, dense first layers, a balance loss sequence by sequence.
 
 Sections: config and presets, model (leaf to root), Hugging Face names, FLOPs, optimizer and
 checkpoints, train step, evaluation and sampling, main.
@@ -48,7 +47,7 @@ from common.dualpipev import run as run_schedule
 from common.graph import Replay, can_replay
 from common.lifecycle import announce, load_weights, named_parameters, resume, save, show_sample
 from common.log import Log, Profiler, Stop, figures
-from common.mesh import Mesh, Pipe, from_rank_0, seeded, spread_layers, start, world_size
+from common.mesh import Mesh, Pipe, Room, from_rank_0, seeded, spread_layers, start, world_size
 from common.optim import Optimizer, build_buckets
 from common.rundir import lock
 from common.tokens import DataError
@@ -225,8 +224,7 @@ def check_model(model: Model, run: Config) -> None:
         (best > G, f"topk_group {best} must lie between 1 and n_group {G}"),
         (not 1 <= K <= choices, f"num_experts_per_tok {K} must lie between 1 and the {choices} "
          f"experts that a token may choose from"),
-        (model.qk_rope_head_dim % 2, f"qk_rope_head_dim {model.qk_rope_head_dim} must be even: "
-         f"rope turns pairs"),
+        (model.qk_rope_head_dim % 2, f"qk_rope_head_dim {model.qk_rope_head_dim} must be even"),
         (run.pp > 1 and layers < 2 * run.pp,
          f"--pp {run.pp} needs at least {2 * run.pp} layers, the model has {layers}"),
         (run.seq_len > model.max_position_embeddings, f"--seq-len {run.seq_len} is longer than "
@@ -529,14 +527,13 @@ class Layer(nn.Module):
             sent = tokens, ids_NK, weights_NK
         else:
             cross = crossing(ids_NK, E, mesh.ep)
-            counts = yield Counts(mesh.counts, cross.counts_P2)
+            counts = yield Counts(mesh.counts, cross.counts_P2, batch.room)
             route, slots = counts.route(mesh.experts), counts.received_slots
-            cross = lay_out(cross, sum(route.send_counts))
+            cross = lay_out(cross, route.send_counts)
             sent = spread(tokens, ids_NK, weights_NK, cross, E // mesh.ep)
-        # The shared experts read `tokens` and are added at the end: they need nothing of what
-        # travels. So they hide the dispatch, computed after its launch and before the turn is given
-        # away; and in the backward, where they are a segment of their own, its reverse: the
-        # gradient of `shared` is there before that starts, theirs is needed after it only.
+        # The shared experts read `tokens` and are added at the end. So they hide the dispatch,
+        # computed after its launch and before the turn is given away; and as a segment of their
+        # own its reverse: `shared` has its gradient before that starts, theirs is needed after it.
         shared = partial(segment, again != "none", self.shared)
         dispatch = Exchange(route, sent, keep=(h, tokens), beside=shared)  # differs: shared experts
         rows, ids, weights, h, shared = yield dispatch
@@ -826,6 +823,7 @@ class Trainer:
             shape = run.micro_batch, run.seq_len // mesh.cp, self.model.hidden_size
             like = torch.empty(shape, dtype=DTYPES[run.dtype], device=mesh.device)
             self.pipe = Pipe(mesh.pp_rank, mesh.pipeline, mesh.down, mesh.up, like)
+        self.room = Room(run.room, mesh.device) if mesh.ep > 1 and run.room else None
         self.replay = Replay(self.chunks, run.wgrad_batch) if can_replay(run, mesh) else None
 
 
@@ -843,7 +841,7 @@ def gradients(
     if mesh.stage is not None:
         dist.all_reduce(count, group=mesh.stage)
     loss_grad = count.clamp(min=1).reciprocal()
-    batches = [dataclasses.replace(batch, loss_grad=loss_grad) for batch in batches]
+    batches = [dataclasses.replace(b, loss_grad=loss_grad, room=t.room) for b in batches]
 
     def finished(chunk: int) -> None:
         for bucket in t.chunks[chunk].buckets:
@@ -857,6 +855,10 @@ def gradients(
             t.chunks, batches, loss_grad, pipe=t.pipe, around=around, finished=finished,
             wgrad_batch=t.run.wgrad_batch,
         )  # fmt: skip
+    if t.room is not None and not t.room.settle():  # once more, and now waiting for the sizes
+        t.optimizer.zero_grad()
+        torch._foreach_zero_([chunk.statistics for chunk in t.chunks])
+        return gradients(t, batches, valid, around)
     return torch.stack(losses).sum() * loss_grad if losses else 0 * loss_grad
 
 

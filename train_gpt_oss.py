@@ -49,7 +49,7 @@ from common.dualpipev import run as run_schedule
 from common.graph import Replay, can_replay
 from common.lifecycle import announce, load_weights, named_parameters, resume, save, show_sample
 from common.log import Log, Profiler, Stop, figures
-from common.mesh import Mesh, Pipe, from_rank_0, seeded, spread_layers, start, world_size
+from common.mesh import Mesh, Pipe, Room, from_rank_0, seeded, spread_layers, start, world_size
 from common.optim import Optimizer, build_buckets
 from common.rundir import lock
 from common.tokens import DataError
@@ -485,9 +485,9 @@ class Layer(nn.Module):
             sent = tokens, ids_NK, weights_NK
         else:
             cross = crossing(ids_NK, E, mesh.ep)
-            counts = yield Counts(mesh.counts, cross.counts_P2)
+            counts = yield Counts(mesh.counts, cross.counts_P2, batch.room)
             route, slots = counts.route(mesh.experts), counts.received_slots
-            cross = lay_out(cross, sum(route.send_counts))
+            cross = lay_out(cross, route.send_counts)
             sent = spread(tokens, ids_NK, weights_NK, cross, E // mesh.ep)
         rows, ids, weights, h = yield Exchange(route, sent, keep=(h,))
         plan = dispatch_plan(ids, E // mesh.ep, slots)
@@ -776,6 +776,7 @@ class Trainer:
             shape = run.micro_batch, run.seq_len // mesh.cp, self.model.hidden_size
             like = torch.empty(shape, dtype=DTYPES[run.dtype], device=mesh.device)
             self.pipe = Pipe(mesh.pp_rank, mesh.pipeline, mesh.down, mesh.up, like)
+        self.room = Room(run.room, mesh.device) if mesh.ep > 1 and run.room else None
         self.replay = Replay(self.chunks, run.wgrad_batch) if can_replay(run, mesh) else None
 
 
@@ -793,7 +794,7 @@ def gradients(
     if mesh.stage is not None:
         dist.all_reduce(count, group=mesh.stage)
     loss_grad = count.clamp(min=1).reciprocal()
-    batches = [dataclasses.replace(batch, loss_grad=loss_grad) for batch in batches]
+    batches = [dataclasses.replace(b, loss_grad=loss_grad, room=t.room) for b in batches]
 
     def finished(chunk: int) -> None:
         for bucket in t.chunks[chunk].buckets:
@@ -807,6 +808,10 @@ def gradients(
             t.chunks, batches, loss_grad, pipe=t.pipe, around=around, finished=finished,
             wgrad_batch=t.run.wgrad_batch,
         )  # fmt: skip
+    if t.room is not None and not t.room.settle():  # once more, and now waiting for the sizes
+        t.optimizer.zero_grad()
+        torch._foreach_zero_([chunk.statistics for chunk in t.chunks])
+        return gradients(t, batches, valid, around)
     return torch.stack(losses).sum() * loss_grad if losses else 0 * loss_grad
 
 

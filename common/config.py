@@ -88,6 +88,8 @@ class Run:
     """Micro-batches whose expert weight gradients are one product (pp 1, ep 1); costs memory."""
     deterministic: bool = False
     """Same inputs, same bits, on a GPU too (slower attention backward)."""
+    room: float = 1.25
+    """Reserved for an exchange of --ep, times what the last step needed; 0: the host waits."""
     timeout: int = 600
     """Seconds after which a collective that waits for a lost rank fails."""
 
@@ -218,6 +220,8 @@ def _check_values(run: Run) -> None:
     for name in AT_LEAST_0.split():
         if getattr(run, name) < 0:
             _refuse(run, name, "must be at least 0")
+    if not (run.room == 0 or run.room >= 1):
+        _refuse(run, "room", "must be 0, or at least 1")
     for name in ("lr", "eps"):
         if getattr(run, name) <= 0:
             _refuse(run, name, "must be above 0")

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from common.config import Run
-from common.mesh import Mesh
+from common.mesh import Mesh, Room
 from common.tokens import (
     Source,
     is_count,
@@ -337,6 +337,7 @@ class Batch:
     `index` (scalar) counts micro-batches over the whole run: random forced routing depends on it.
     `routes`: layer → chosen experts (N, K): a layer found there uses them (router replay),
     another notes its own. `loss_grad`: the gradient that the loss will receive, where known.
+    `room` (mesh.Room): what is reserved for exchanges; without, the host waits for their sizes.
     """
 
     tokens: torch.Tensor
@@ -346,6 +347,7 @@ class Batch:
     index: torch.Tensor | int = 0
     routes: dict[int, torch.Tensor] | None = None
     loss_grad: torch.Tensor | None = None
+    room: Room | None = None
 
 
 def read_batches(

@@ -6,8 +6,7 @@ A layer is a generator that yields an `Exchange` where it has just launched a co
 - `forward(steps, tape)` does the same but cuts autograd at every exchange and notes the cut on a
   `Tape`; `backward(tape, grads)` walks the tape in reverse: autograd of one segment, launch of
   the reverse exchange, the weight gradients that were put aside, and the turn handed over.
-- `pair(f, b)` advances a forward and a backward in turns: while one waits for its communication
-  the other computes. That is the whole overlap of DualPipe.
+- `pair(f, b)` advances a forward and a backward in turns: one computes while the other waits.
 - `schedule(pp, rank, micro_batches)` yields the rank's actions, DualPipeV's eight phases (their
   counts are DeepSeek-AI's, DualPipe dualpipe/dualpipev.py, MIT); `run(...)` executes them.
 
@@ -48,17 +47,13 @@ class Route:
 
 
 def launch(route: Route, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    """Start sending the rows of `tensors` (rows, ...); the buffers they arrive in, and the works.
-
-    Without a group the tensors are where they should be already.
-    """
+    """Start sending the rows of `tensors` (rows, ...), if there is a group: (buffers, works)."""
     if route.group is None:
         return [t.detach() for t in tensors], []
     received, works = [], []
-    for sent in tensors:
+    for sent in (t.detach().contiguous() for t in tensors):
         buffer = sent.new_empty(sum(route.recv_counts), *sent.shape[1:])
         counts = list(route.recv_counts), list(route.send_counts)
-        sent = sent.detach().contiguous()
         work = dist.all_to_all_single(buffer, sent, *counts, group=route.group, async_op=True)
         works, received = [*works, work], [*received, buffer]
     return received, works
@@ -69,9 +64,9 @@ class Exchange:
 
     Yielded by a layer, it resumes with the received tensors, then the kept ones. All live tensors
     that carry a gradient must be sent or kept: the tape cuts autograd here. The gradient of a
-    received tensor travels back along the reversed route in that tensor's dtype.
-    `beside` (tensor → tensor) is a branch of the layer that is computed while the rows travel, and
-    whose backward runs while their gradients do: of the last kept tensor, in whose place it stands.
+    received tensor travels back along the reversed route in its dtype. `beside` is a branch of
+    the layer, computed while the rows travel, its backward while their gradients do: of the last
+    kept tensor, in whose place it stands.
     """
 
     def __init__(self, route: Route, tensors: Sequence[Tensor], keep=(), beside=None):
@@ -95,18 +90,23 @@ class Exchange:
 class Counts:
     """How many rows and slots each rank of `group` will send: counts_P2 (ranks, 2) for each.
 
-    On a group of its own it need not queue behind the exchanges. Reading it, when resumed, is the
-    one place in a layer where the host waits for the device.
+    On a group of its own it need not queue behind the exchanges. Where no `room` (mesh.Room) is
+    reserved the host waits for the numbers, in this one place of a layer.
     """
 
-    def __init__(self, group: Any, counts_P2: Tensor):
-        self.both = torch.stack([counts_P2, torch.empty_like(counts_P2)])
+    def __init__(self, group: Any, counts_P2: Tensor, room: Any = None):
+        self.room, self.both = room, torch.stack([counts_P2, torch.empty_like(counts_P2)])
         self.work = dist.all_to_all_single(self.both[1], self.both[0], group=group, async_op=True)
 
     def through(self) -> "Counts":
         self.work.wait()
-        (self.sent, _), (self.received, slots) = self.both.transpose(1, 2).tolist()
-        self.received_slots = sum(slots)
+        reserved = self.room.note(*self.both) if self.room is not None else None
+        if reserved is None:
+            (self.sent, _), (self.received, slots) = self.both.transpose(1, 2).tolist()
+            self.received_slots = sum(slots)
+        else:
+            rows, self.received_slots = reserved
+            self.sent = self.received = [rows] * self.both.shape[1]
         return self
 
     def route(self, group: Any) -> Route:

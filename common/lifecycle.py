@@ -73,7 +73,7 @@ def save(trainer: Any, step: int, views: Views, config: dict[str, Any]) -> None:
     state = dict(
         tokens=t.tokens, micro_batches=t.micro_batches, data=t.loader.state_dict(),
         updates=t.optimizer.t, skipped=t.optimizer.skipped, run=to_json(t.run),
-        model=dataclasses.asdict(t.model),
+        model=dataclasses.asdict(t.model), room=t.room and (t.room.rows, t.room.slots),
     )  # fmt: skip
     t.saver.save(
         step, views=dict(view for n, p in named for view in views(n, p.detach(), first)),
@@ -107,6 +107,8 @@ def resume(path: Path, trainer: Any) -> int:
     t.optimizer.t, t.optimizer.skipped = state["updates"], state["skipped"]
     t.tokens, t.micro_batches = state["tokens"], state["micro_batches"]
     t.loader.load_state_dict(state["data"])
+    if t.room is not None and state.get("room"):  # else the first step would round otherwise
+        t.room.rows, t.room.slots = state["room"]
     return state["step"]
 
 

@@ -155,6 +155,39 @@ def seeded(device: torch.device, *key: Any) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
+class Room:
+    """What is reserved for exchanges, so that the host need not wait for the number of their rows.
+
+    rows: to each rank, and slots: at each rank, both for every exchange of a step; None in the
+    first step, which waits for its numbers. Afterwards it is `factor` times the most that the last
+    step needed anywhere. A step for which that was too little has to be done again, waiting.
+    """
+
+    def __init__(self, factor: float, device: torch.device):
+        self.factor, self.rows, self.slots = factor, None, None
+        self.need = torch.zeros(2, dtype=torch.int64, device=device)  # rows and slots, the most
+
+    def note(self, sent_P2: Tensor, received_P2: Tensor) -> tuple[int, int] | None:
+        """What an exchange needs (rows and slots to each rank; from each), noted on the device.
+
+        Returns the rows and slots reserved for it, if any are.
+        """
+        here = torch.stack([sent_P2[:, 0].max(), received_P2[:, 1].sum()])
+        torch.maximum(self.need, here, out=self.need)
+        return None if self.rows is None else (self.rows, self.slots)
+
+    def settle(self) -> bool:
+        """After the last backward: whether all had room, on every rank. The host waits once."""
+        dist.all_reduce(self.need, dist.ReduceOp.MAX)
+        rows, slots = self.need.tolist()
+        self.need.zero_()
+        if self.rows is not None and (rows > self.rows or slots > self.slots):
+            self.rows = self.slots = None
+            return False
+        self.rows, self.slots = (-(-int(n * self.factor) // 64) * 64 for n in (rows, slots))
+        return True
+
+
 def transfers(pp: int, rank: int, micro_batches: int, train: bool, down: bool) -> Iterator[tuple]:
     """What `rank` sends to the next rank (`down`) or the one before: ("f" or "b", chunk, m), ..."""
     for action in schedule(pp, rank, micro_batches):

@@ -13,9 +13,11 @@ On a GPU plans are made by the kernels of kernels/plan.py: the same results, bit
 """
 
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 try:
@@ -76,7 +78,9 @@ def dispatch_plan_ref(ids_RK: Tensor, n_experts: int, slots: int | None = None) 
     positions_S = torch.empty_like(order_S)
     positions_S[order_S] = torch.arange(R * K, device=device)
     if slots is not None:  # those elsewhere were sorted to the end
-        sorted_S, order_S = sorted_S[:slots], order_S[:slots]
+        free = max(slots - R * K, 0)
+        sorted_S = F.pad(sorted_S.clamp(max=n_experts - 1), (0, free))[:slots]
+        order_S, offsets_E = F.pad(order_S, (0, free))[:slots], offsets_E.clamp(max=slots)
         positions_S = positions_S.clamp(max=max(slots - 1, 0))
     return Plan(order_S, order_S // K, sorted_S, positions_S.view(R, K), valid_RK, offsets_E)
 
@@ -85,7 +89,8 @@ def dispatch_plan(ids_RK: Tensor, n_experts: int, slots: int | None = None) -> P
     """Sort the slots by expert; an expert nobody chose has an empty group.
 
     ids_RK (R, K) integers, local expert ids. `slots`: how many are not −1 (a choice that lives on
-    another rank), None if all are experts.
+    another rank), or room for more; None if all are experts. Of the plan's S = slots entries those
+    from offsets_E[-1] on are of no slot, and slots for which there is no room are left out.
     """
     if _in_triton(ids_RK):
         return Plan(*triton_plan.sort_slots(ids_RK, n_experts, slots))
@@ -115,7 +120,7 @@ class Crossing(NamedTuple):
 def crossing_ref(ids_NK: Tensor, n_experts: int, ep: int) -> Crossing:
     """`crossing` in plain torch."""
     rank_NK = ids_NK.long() // (n_experts // ep)
-    slots_NP = torch.nn.functional.one_hot(rank_NK, ep).sum(1)
+    slots_NP = F.one_hot(rank_NK, ep).sum(1)
     to_NP = slots_NP > 0
     return Crossing(to_NP, torch.stack([to_NP.sum(0), slots_NP.sum(0)], 1))
 
@@ -127,15 +132,33 @@ def crossing(ids_NK: Tensor, n_experts: int, ep: int) -> Crossing:
     return crossing_ref(ids_NK, n_experts, ep)
 
 
-def lay_out(cross: Crossing, rows: int) -> Crossing:
-    """The crossing's rows, `rows` = the sum of its row counts, in the order they are sent."""
-    if cross.at_NP is not None:  # the kernels wrote them before their number was known
+def lay_out(cross: Crossing, rows_P: Sequence[int]) -> Crossing:
+    """The crossing's rows in the order they are sent, rows_P[p] of them to rank p.
+
+    They are the row counts, or room for as many to every rank: then what is over is filled up with
+    rows of nobody (rank P, no choices), and tokens beyond it are left out.
+    """
+    N, P = cross.to_NP.shape
+    if cross.at_NP is None:
+        to_PN = cross.to_NP.T.flatten()
+        order = (~to_PN).to(torch.uint8).argsort(stable=True)
+        at_NP = (to_PN.cumsum(0) - 1).clamp(min=0).view_as(cross.to_NP.T).T
+        cross = cross._replace(token_R=order % N, rank_R=order // N, at_NP=at_NP)
+    if len(set(rows_P)) > 1:  # counts: the kernels wrote the rows before their number was known
+        rows = sum(rows_P)
         return cross._replace(token_R=cross.token_R[:rows], rank_R=cross.rank_R[:rows])
-    N = len(cross.to_NP)
-    to_PN = cross.to_NP.T.flatten()
-    order = (~to_PN).to(torch.uint8).argsort(stable=True)[:rows]
-    at_NP = (to_PN.cumsum(0) - 1).clamp(min=0).view_as(cross.to_NP.T).T
-    return cross._replace(token_R=order % N, rank_R=order // N, at_NP=at_NP)
+    room, ranks_P = rows_P[0], torch.arange(P, device=cross.to_NP.device)
+    count_P1 = cross.counts_P2[:, :1]
+    start_P1 = count_P1.cumsum(0) - count_P1
+    place_R = torch.arange(room, device=ranks_P.device)
+    filled_PR = place_R < count_P1
+    source_PR = (start_P1 + place_R).where(filled_PR, 0)
+    token_R = cross.token_R[source_PR].where(filled_PR, 0).flatten()
+    rank_R = ranks_P[:, None].where(filled_PR, P).flatten()
+    place_NP = cross.at_NP - start_P1.T
+    to_NP = cross.to_NP & (place_NP < room)
+    at_NP = place_NP.clamp(0, max(room - 1, 0)) + ranks_P * room
+    return Crossing(to_NP, cross.counts_P2, token_R, rank_R, at_NP)
 
 
 class _Spread(torch.autograd.Function):

@@ -62,6 +62,7 @@ def expert_mlp_ref(
         y = (_activate(h, activation) * weights).to(rows_RD.dtype) @ down[e].T
         y_SD.append(y if biases is None else y + (weights * up(biases[1][e])).to(y.dtype))
         start = end
+    y_SD.append(rows_RD.new_zeros(len(plan.order_S) - start, down.shape[1]))  # room for more
     return sum_rows(torch.cat(y_SD), plan.positions_RK, plan.valid_RK)
 
 
@@ -114,6 +115,14 @@ def _activate_backward(h_S2F: Tensor, da_SF: Tensor, activation: Activation) -> 
     return torch.cat([dgate, da_SF * g * sigmoid * (value.abs() <= limit)], -1)
 
 
+def _by_choice(x_S: Tensor, plan: Plan) -> Tensor:
+    """A number of each slot (S,) at its row and choice (R, K), 0 at choices that are elsewhere."""
+    if not len(x_S):
+        return x_S.new_zeros(plan.positions_RK.shape)
+    x_RK = x_S[plan.positions_RK]
+    return x_RK if plan.valid_RK is None else x_RK.masked_fill(~plan.valid_RK, 0)
+
+
 def accumulate(weight: Tensor, gradient: Tensor) -> None:
     """Add to a parameter's gradient: `main_grad`, where the optimizer keeps one, else `.grad`."""
     kept = getattr(weight, "main_grad", weight.grad)
@@ -152,9 +161,7 @@ class _ExpertMLP(torch.autograd.Function):
         dh_S2F = _activate_backward(h_S2F, da_SF * weights_S1, act).to(h_S2F.dtype)
         dx_SD = _grouped(dh_S2F, gate_up, offsets_E)
         drows_RD = sum_rows(dx_SD, plan.positions_RK, plan.valid_RK)
-        dweights_RK = dweights_S1.new_zeros(plan.positions_RK.numel())
-        dweights_RK[plan.order_S] = dweights_S1[:, 0]
-        dweights_RK = dweights_RK.view_as(plan.positions_RK)
+        dweights_RK = _by_choice(dweights_S1[:, 0], plan)
         del da_SF, dx_SD, dy_SD  # a closure that waits must not keep them
 
         def weight_gradients():
@@ -273,7 +280,6 @@ class _TritonExpertMLP(torch.autograd.Function):
         gate_up, down, _, b_down = ctx.weights
         plan, tiles, cut = ctx.plan, ctx.tiles, ctx.cut
         dout_RD = dout_RD.contiguous()
-        dweights_RK = torch.zeros_like(weights_RK)  # first: autograd's thread has no context yet
         dh_S2F, a_SF, dweights_S = grouped.down_backward(
             dout_RD, weights_RK, down, h_S2F, plan, tiles, ctx.act, cut.down_backward
         )
@@ -282,7 +288,7 @@ class _TritonExpertMLP(torch.autograd.Function):
             dweights_S += of_bias_RE[plan.rows_S, plan.experts_S.long()]
         dx_SD = grouped.product(dh_S2F, gate_up, plan, tiles, cut.up_backward, out_first=False)
         drows_RD = grouped.sum_slots(dx_SD, plan)
-        dweights_RK.view(-1)[plan.order_S] = dweights_S
+        dweights_RK = _by_choice(dweights_S, plan)
         part = (rows_RD, dh_S2F, dout_RD, a_SF, weights_RK, plan)
         if ctx.defer is None:
             sums = _weight_gradients([part], ctx.weights)

@@ -405,7 +405,8 @@ def down_backward(dout_RD, weights_RK, down, h_S2F, plan, tiles, activation, con
     E, D, F = down.shape
     S, columns = len(plan.rows_S), triton.cdiv(F, config.columns)
     dh_S2F, a_SF = h_S2F.new_empty(S, 2 * F), h_S2F.new_empty(S, F)
-    dw_SC = h_S2F.new_empty(S, columns, dtype=torch.float32)
+    # Filled: a launch gives autograd's thread the context that a descriptor needs.
+    dw_SC = h_S2F.new_zeros(S, columns, dtype=torch.float32)
     alpha, limit = activation or (1.0, 0.0)
     _down_backward_kernel[grid(down.device, len(tiles.table_T2) * columns, config.resident)](
         dout_RD, plan.rows_S, plan.order_S, weights_RK, _weights(down, config, False),

@@ -74,11 +74,11 @@ def _distance(tensor, base):
 
 @triton.jit
 def _merge_kernel(
-    experts_S, rows_S, order_S, weights_RK, shift_E, x, dh, dy, a, x_0, dh_0, dy_0, a_0,
-    at_4T, weights_T, S, T, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
+    experts_S, rows_S, order_S, weights_RK, end, shift_E, x, dh, dy, a, x_0, dh_0, dy_0, a_0,
+    at_4T, weights_T, T, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = s < S
+    mask = s < tl.load(end)  # the plan may have room for more slots
     to = s + tl.load(shift_E + tl.load(experts_S + s, mask=mask, other=0))
     row = tl.load(rows_S + s, mask=mask, other=0)
     wide = s.to(tl.int64)
@@ -111,8 +111,8 @@ def merge(parts) -> Merged:
         S = len(plan.rows_S)
         assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
         _merge_kernel[triton.cdiv(S, 256),](
-            plan.experts_S, plan.rows_S, plan.order_S, weights, shift_E, *tensors, *first[:4],
-            at_4T, weights_T, S, at_4T.shape[1], D, F, 256,
+            plan.experts_S, plan.rows_S, plan.order_S, weights, plan.offsets_E[-1:], shift_E,
+            *tensors, *first[:4], at_4T, weights_T, at_4T.shape[1], D, F, 256,
         )  # fmt: skip
     rows = [Rows(*item) for item in zip(first[:4], at_4T, (D, 2 * F, D, F))]
     return Merged(offsets_E.to(torch.int32), *rows, weights_T)

@@ -67,7 +67,7 @@ def _place_kernel(
     b, e, i = tl.program_id(0), tl.arange(0, EXPERTS), tl.arange(0, BLOCK)
     total, before = _sums(table_BE, b, EXPERTS, BLOCK)
     end = tl.cumsum(total, 0)
-    tl.store(offsets_E + e, end, mask=(e < E) & (b == 0))
+    tl.store(offsets_E + e, tl.minimum(end, here), mask=(e < E) & (b == 0))
     start = end - total + before  # where this program's next slot of each expert goes
     for tile in range(0, tiles):
         s = (b * tiles + tile) * BLOCK + i
@@ -95,8 +95,9 @@ def sort_slots(ids_RK: Tensor, n_experts: int, slots: int | None) -> tuple[Tenso
     assert R * K < 2**31
     tile, tiles, programs = _cut(R * K, experts)
     new = ids_RK.new_empty
-    order_S, rows_S = (new(here, dtype=torch.int64) for _ in range(2))
-    experts_S, offsets_E = (new(n, dtype=torch.int32) for n in (here, n_experts))
+    fill = new if slots is None else ids_RK.new_zeros  # there may be room for more than come
+    order_S, rows_S = (fill(here, dtype=torch.int64) for _ in range(2))
+    experts_S, offsets_E = fill(here, dtype=torch.int32), new(n_experts, dtype=torch.int32)
     positions_RK = new(R, K, dtype=torch.int64)
     valid_RK = None if slots is None else new(R, K, dtype=torch.bool)
     table_BE = new(programs, experts, dtype=torch.int32)

@@ -110,6 +110,7 @@ def test_slots_elsewhere():
         torch.rand(ids.shape, generator=torch.Generator().manual_seed(5)) < 0.4, -1
     )
     within_twice_eager(ids, slots=int((ids >= 0).sum()))
+    within_twice_eager(ids, slots=int((ids >= 0).sum()) + 21, twice=True)  # room for more
 
 
 def test_default_blocks():

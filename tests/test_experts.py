@@ -109,8 +109,12 @@ def test_plan_sorts_stably_and_inverts():
 
 @pytest.mark.parametrize("choices", CHOICES)
 @pytest.mark.parametrize("ep", [1, 2, 3, 6])
-def test_crossing_to_ranks_and_back_equals_one_rank(choices, ep):
-    """Each token once to a rank, local experts summed there: output and every gradient."""
+@pytest.mark.parametrize("room", [None, 0, 3])
+def test_crossing_to_ranks_and_back_equals_one_rank(choices, ep, room):
+    """Each token once to a rank, local experts summed there: output and every gradient.
+
+    With as many rows as travel, or the same room to every rank, `room` rows more than any needs.
+    """
     ids, E = CHOICES[choices], 6
     tokens, weights, gate_up, down, _ = leaves = make(ids, E)
     want = expert_mlp_ref(tokens, weights, gate_up, down, dispatch_plan(ids, E))
@@ -122,7 +126,9 @@ def test_crossing_to_ranks_and_back_equals_one_rank(choices, ep):
     owners = ids // (E // ep)
     assert rows == [int((owners == p).any(1).sum()) for p in range(ep)]  # deduplicated
     assert slots == [int((owners == p).sum()) for p in range(ep)]
-    cross = lay_out(cross, sum(rows))
+    if room is not None:
+        rows, slots = [max(rows) + room] * ep, [max(slots) + 2 * room] * ep
+    cross = lay_out(cross, rows)
     sent, local_ids, sent_weights = spread(tokens, ids, weights, cross, E // ep)
     back, start = [], 0
     for p, (n, s) in enumerate(zip(rows, slots)):
@@ -136,6 +142,23 @@ def test_crossing_to_ranks_and_back_equals_one_rank(choices, ep):
     grads = torch.autograd.grad(out, leaves[:4], dout)
     for got, exact in zip(grads, want_grads):
         torch.testing.assert_close(got, exact, rtol=1e-11, atol=1e-13)
+
+
+def test_too_little_room_leaves_out_and_writes_nowhere_else():
+    """Such a step is done again; until then nothing may fall outside a buffer or be NaN."""
+    ids, E, ep = CHOICES["mixed"], 6, 2
+    tokens, weights, gate_up, down, _ = leaves = make(ids, E)
+    cross = lay_out(crossing(ids, E, ep), [2, 2])
+    sent, local_ids, sent_weights = spread(tokens, ids, weights, cross, E // ep)
+    assert len(sent) == 4 and cross.at_NP.max() < 4 and cross.to_NP.sum(0).tolist() == [2, 2]
+    back = []
+    for p in range(ep):
+        at, mine = slice(2 * p, 2 * p + 2), slice(p * E // ep, (p + 1) * E // ep)
+        plan = dispatch_plan(local_ids[at], E // ep, 1)
+        assert plan.offsets_E[-1] == 1 and len(plan.order_S) == 1
+        back.append(expert_mlp(sent[at], sent_weights[at], gate_up[mine], down[mine], plan))
+    out = collect(torch.cat(back), cross)
+    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(out.sum(), leaves[:4]))
 
 
 def test_a_rank_that_receives_nothing():

@@ -185,6 +185,56 @@ def test_the_same_run_twice_gives_the_same_bits():
             assert at == also_at and torch.equal(x, y), (name, kind)
 
 
+def counted(rank, world, flags, room):
+    """Three steps: how often the host read a tensor inside the passes of each; and as `train`."""
+    run = config(**flags)
+    script, t = script_of(run), trainer(run, build_mesh(run, torch.device("cpu")))
+    read, reads, records = torch.Tensor.tolist, [], []
+
+    def tolist(x):  # the reference of the experts reads too, which no GPU runs
+        reads[-1] += "kernels" not in sys._getframe(1).f_code.co_filename
+        return read(x)
+
+    passes = script.gradients
+
+    def gradients(*args):
+        torch.Tensor.tolist = tolist
+        try:
+            return passes(*args)
+        finally:
+            torch.Tensor.tolist = read
+
+    script.gradients = gradients
+    try:
+        for step in (1, 2, 3):
+            if step == 2 and room:
+                t.room.rows, t.room.slots = room
+            reads.append(0)
+            records.append(script.train_step(t, step))
+    finally:
+        script.gradients = passes
+    return records, reads, [x.clone() for _, _, _, x in t.optimizer.slices()]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_exchanges_wait_for_no_numbers_after_the_first_step(name):
+    """One read a step, after the last backward; a step for which room was short is done again."""
+    flags = dict(script=name, ep=2, dtype="fp64")
+    plain = pool.run(2, counted, flags, None)
+    for _, reads, _ in plain:
+        assert reads[0] > 1 and reads[1:] == [1, 1], reads
+    for room in ((1, 10**4), (10**4, 3)):
+        again = pool.run(2, counted, flags, room)
+        for (records, reads, weights), (want, _, exact) in zip(again, plain, strict=True):
+            assert reads[1] == reads[0] + 1 and reads[2] == 1, reads  # the first try, then waiting
+            for a, b in zip(records, want, strict=True):
+                for key in ("loss", "grad_norm", "balance"):
+                    assert a[key] == pytest.approx(b[key], rel=1e-12), key
+                assert a["expert_load"] == b["expert_load"]
+            for a, b in zip(weights, exact, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize("layout", ["cp2", "cp4", "pp2 cp2"])
 def test_isolated_documents_in_context_parallel(layout, tmp_path):
     """Case 29, and the balance of routed slots, with documents that begin inside blocks."""
