@@ -240,16 +240,16 @@ def add_together(waiting: Sequence[Callable[[], None]]) -> None:
 
 def _weight_gradients(parts, weights, sums: list[Tensor] | None = None) -> list[Tensor]:
     """The weights' gradients, fp32, added to `sums` if they are given."""
-    from kernels.grouped_wgrad import add_bias_gradient, add_gradient, merge
+    from kernels import grouped_wgrad as wgrad
 
     if sums is None:
         sums = [torch.zeros_like(w, dtype=torch.float32) for w in weights if w is not None]
-    merged = merge(parts)
-    add_gradient(sums[0], merged.dh, merged.x, merged.offsets_E)
-    add_gradient(sums[1], merged.dy, merged.a, merged.offsets_E)
-    if len(sums) > 2:
-        add_bias_gradient(sums[2], merged.dh, None, merged.offsets_E)
-        add_bias_gradient(sums[3], merged.dy, merged.weights_S, merged.offsets_E)
+    merged = wgrad.merge(parts, wgrad.WGRAD.depth)
+    for i, up_projection in enumerate((True, False)):
+        wgrad.add_gradient(sums[i], merged, up_projection)
+        if len(sums) > 2:
+            wgrad.add_bias_gradient(sums[2 + i], merged, up_projection)
+    wgrad.merged(weights[0], len(parts))
     return sums
 
 
@@ -275,13 +275,15 @@ class _TritonExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout_RD):
         from kernels import grouped
+        from kernels.grouped_wgrad import reserve
 
         rows_RD, weights_RK, h_S2F = (x.detach() for x in ctx.saved_tensors)  # not the graph
         gate_up, down, _, b_down = ctx.weights
         plan, tiles, cut = ctx.plan, ctx.tiles, ctx.cut
         dout_RD = dout_RD.contiguous()
+        place = reserve(gate_up, len(h_S2F), down.shape[2]) if ctx.defer is not None else None
         dh_S2F, a_SF, dweights_S = grouped.down_backward(
-            dout_RD, weights_RK, down, h_S2F, plan, tiles, ctx.act, cut.down_backward
+            dout_RD, weights_RK, down, h_S2F, plan, tiles, ctx.act, cut.down_backward, place
         )
         if b_down is not None:
             of_bias_RE = up(dout_RD) @ up(b_down).T

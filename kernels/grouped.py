@@ -400,11 +400,13 @@ def _down_backward_kernel(
                 end, column, alpha, limit, CLAMPED, D, F, COLUMNS, LEAST, BN, BK)  # fmt: skip
 
 
-def down_backward(dout_RD, weights_RK, down, h_S2F, plan, tiles, activation, config):
-    """dh (S, 2F), the weighted activation (S, F) again, routing weights' gradients (S,) fp32."""
+def down_backward(dout_RD, weights_RK, down, h_S2F, plan, tiles, activation, config, place=None):
+    """dh (S, 2F), the weighted activation (S, F) again, routing weights' gradients (S,) fp32.
+
+    `place`: where to write the first two."""
     E, D, F = down.shape
     S, columns = len(plan.rows_S), triton.cdiv(F, config.columns)
-    dh_S2F, a_SF = h_S2F.new_empty(S, 2 * F), h_S2F.new_empty(S, F)
+    dh_S2F, a_SF = place or (h_S2F.new_empty(S, 2 * F), h_S2F.new_empty(S, F))
     # Filled: a launch gives autograd's thread the context that a descriptor needs.
     dw_SC = h_S2F.new_zeros(S, columns, dtype=torch.float32)
     alpha, limit = activation or (1.0, 0.0)

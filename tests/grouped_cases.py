@@ -191,6 +191,33 @@ def test_several_micro_batches():
     several(False, "swiglu")
 
 
+def test_room_for_more_in_several():
+    """The rows of nobody behind a micro-batch's slots hold anything."""
+    from kernels.dispatch import dispatch_plan
+
+    _, wgrad = small_blocks()
+    torch.manual_seed(0)
+    parts, exact = [], [torch.zeros(6, 48, 40).double(), torch.zeros(6, 40, 24).double()]
+    for tokens in (21, 9):
+        ids = many(tokens)
+        plan = dispatch_plan(ids, 6, ids.numel() + 5)
+        x, dy = (torch.randn(tokens, 40).to(BF16) for _ in range(2))
+        dh, a = (torch.randn(len(plan.rows_S), n).to(BF16) for n in (48, 24))
+        dh[-5:], a[-5:] = float("nan"), float("nan")
+        parts.append((x, dh, dy, a, torch.ones(ids.shape), plan))
+        start = 0
+        for e, end in enumerate(plan.offsets_E.tolist()):
+            rows = plan.rows_S[start:end]
+            exact[0][e] += dh[start:end].double().T @ x[rows].double()
+            exact[1][e] += dy[rows].double().T @ a[start:end].double()
+            start = end
+    merged = wgrad.merge(parts, 16)
+    for up, want in zip((True, False), exact, strict=True):
+        dw = torch.zeros(want.shape)
+        wgrad.add_gradient(dw, merged, up)
+        torch.testing.assert_close(dw.double(), want, rtol=1e-5, atol=1e-4)
+
+
 def test_several_with_biases():
     several(True, clamped())
 
@@ -201,21 +228,40 @@ def test_without_main_grad():
 
 def test_empty_groups_are_not_written():
     """Also NaN stays where no row came, and rows beyond a group's end do not come in."""
-    grouped, wgrad = small_blocks()
-    offsets = torch.tensor([0, 5, 5, 8], dtype=torch.int32)
-    dy, x = torch.randn(8, 24).to(BF16), torch.randn(8, 40).to(BF16)
-    x[5:] = float("nan")
-    for config in ((32, 16, 16, 4, 2), (16, 32, 16, 4, 2, 8, 0, False, "first")):
-        dw = torch.full((4, 24, 40), 0.5)
-        dw[0] = float("nan")
-        at = torch.arange(8)
-        wgrad.add_gradient(
-            dw, wgrad.Rows(dy, at * 24, 24), wgrad.Rows(x, at * 40, 40), offsets,
-            wgrad.WgradConfig(*config),
-        )  # fmt: skip
-        assert dw[0].isnan().all() and (dw[2] == 0.5).all()
-        want = 0.5 + dy[:5].double().T @ x[:5].double()
-        torch.testing.assert_close(dw[1].double(), want, rtol=1e-5, atol=1e-5)
+    from kernels.dispatch import dispatch_plan
+
+    _, wgrad = small_blocks()
+    E, D, width = 4, 40, 24
+    ids = torch.tensor([[1], [3], [1], [1], [3], [1], [3], [1]])
+    plan = dispatch_plan(ids, E)
+    x, dy = (torch.randn(8, D).to(BF16) for _ in range(2))
+    dh, a = torch.randn(8, 2 * width).to(BF16), torch.randn(8, width).to(BF16)
+    merged = wgrad.merge([(x, dh, dy, a, torch.ones(8, 1), plan)], 16)
+    for up, shape, mine, other in ((True, (2 * width, D), dh, x), (False, (D, width), a, dy)):
+        for config in ((32, 16, 16, 4, 2), (16, 32, 16, 4, 2)):
+            dw = torch.full((E, *shape), 0.5)
+            dw[0] = float("nan")
+            wgrad.add_gradient(dw, merged, up, wgrad.WgradConfig(*config))
+            assert dw[0].isnan().all() and (dw[2] == 0.5).all()
+            there = mine[:5].double(), other[ids[:, 0] == 1].double()
+            want = 0.5 + (there[0].T @ there[1] if up else there[1].T @ there[0])
+            torch.testing.assert_close(dw[1].double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_micro_batches_that_wait_lie_behind_one_another():
+    """From the second time on nothing is copied; sizes that differ are."""
+    _, wgrad = small_blocks()
+    weight = torch.nn.Parameter(torch.empty(1, dtype=BF16))
+    assert wgrad.reserve(weight, 6, 16) is None
+    wgrad.merged(weight, 3)
+    places = [wgrad.reserve(weight, 6, 16) for _ in range(3)]
+    for i, columns in ((0, 32), (1, 16)):
+        rows = [place[i] for place in places]
+        joined = wgrad._joined(rows)
+        assert joined.shape == (18, columns) and joined.data_ptr() == rows[0].data_ptr()
+        assert wgrad._joined([rows[0], rows[2]]).data_ptr() != rows[0].data_ptr()
+    other = wgrad.reserve(weight, 5, 16)[0]
+    assert other.shape == (5, 32) and len(wgrad._joined([places[0][0], other])) == 11
 
 
 CASES = [name for name in list(globals()) if name.startswith("test_")]

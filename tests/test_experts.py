@@ -264,9 +264,9 @@ def compiled(kernel, arch, types, warps, stages, **constants):
 
 
 POINTERS = {
-    "*i64": "rows_S order_S dy_at_S x_at_S", "*i32": "table_T2 count offsets_E",
+    "*i64": "rows_S order_S at_B", "*i32": "table_T2 count offsets_E first_B ends_E",
     "*fp32": "weights_RK dw_SC dw_EOI", "fp32": "alpha limit", "i32": "E",
-    "*bf16": "x_RD bias_E2F h_S2F a_SF y_SO bias_EO dout_RD dh_S2F dy_base x_base",
+    "*bf16": "x_RD bias_E2F h_S2F a_SF y_SO bias_EO dout_RD dh_S2F dy x",
 }  # fmt: skip
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
 WIDTHS = [(2048, 768), (2880, 2880)]  # Qwen3, GPT-OSS
@@ -285,8 +285,10 @@ def test_compiles_to_tensor_core_code(arch, instruction, name, D, width):
     constants = dict(GROUP=config.group, FLATTEN=config.flatten, BK=config.depth)
     clamped = width == 2880
     if name == "wgrad":
-        kernel, types = gw._wgrad_kernel, {}
-        constants |= dict(O=D, I=width, BO=config.rows, BI=config.columns, ADD=config.add)
+        kernel, constants["X_GATHERED"] = gw._wgrad_kernel, not clamped  # both ways
+        constants |= dict(O=D, I=width, BO=config.rows, BI=config.columns, ENGINE=config.engine)
+        columns = config.columns if clamped else config.rows
+        types = {"x" if clamped else "dy": f"tensordesc<bf16[{config.depth}, {columns}]>"}
     else:
         constants |= dict(BM=cut.block, LEAST=cut.least, BN=config.columns)
         first = name in ("up", "down")
@@ -310,7 +312,30 @@ def test_compiles_to_tensor_core_code(arch, instruction, name, D, width):
         constants |= {} if biased else dict(weights_RK=None, bias_EO=None)
     made = compiled(kernel, arch, TYPES | types, config.warps, config.stages, **constants)
     assert instruction in made.asm["ptx"]
+    gathers = name in ("up", "down_backward", "wgrad")  # rows that come while others are multiplied
+    assert not gathers or "cp.async.cg.shared.global" in made.asm["ptx"]
     assert made.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.gpu
+def test_gpu_the_copy_engine_adds_the_same():
+    """Enough slots an expert: the same sum, and the same bits each time."""
+    from kernels import grouped_wgrad as wgrad
+
+    E, D, width, N = 4, 256, 128, 2 * wgrad.ENGINE_ROWS
+    torch.manual_seed(0)
+    plan = dispatch_plan(torch.rand(N, E, device="cuda").topk(2).indices, E)
+    x, dy = (torch.randn(N, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    dh, a = (torch.randn(2 * N, n, device="cuda").bfloat16() for n in (2 * width, width))
+    merged = wgrad.merge([(x, dh, dy, a, torch.ones(N, 2, device="cuda"), plan)], 64)
+    config = wgrad.config_for(E, 2 * N)
+    assert config.engine
+    for up, shape in ((True, (E, 2 * width, D)), (False, (E, D, width))):
+        sums = [torch.ones(shape, device="cuda") for _ in range(3)]
+        for total, how in zip(sums, (config, config, config._replace(engine=False)), strict=True):
+            wgrad.add_gradient(total, merged, up, how)
+        assert torch.equal(sums[0], sums[1]) and (sums[0] - 1).any()
+        torch.testing.assert_close(sums[0], sums[2], rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.gpu
