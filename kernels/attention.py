@@ -172,7 +172,7 @@ def _flash_forward(q, k, v, cu_q, cu_k, scale, window, causal):
         *(_to_flash(x, *shape) for x in (q, k, v)), *lengths, False, scale=scale, **sides
     )
     if cu_q is not None:
-        lse = lse.view(H, B, T).transpose(0, 1)
+        lse = lse.view(H, B, T).transpose(0, 1).clone()  # as in _cudnn_forward
     return _from_flash(out, B, v.shape[-1]), lse, seed, offset
 
 

@@ -13,7 +13,7 @@ The matrix of an expert without slots is not touched. No two programs add to the
 fixed order of sums.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from kernels.grouped import grid, halves, launch
 
 
 class WgradConfig(NamedTuple):
-    """The same for a weight gradient's tile; `engine`: the copy engine adds, not the program."""
+    """As grouped.Config, for the tile of a weight gradient."""
 
     rows: int
     columns: int
@@ -35,16 +35,9 @@ class WgradConfig(NamedTuple):
     group: int = 8
     resident: int = 0
     flatten: bool = False
-    engine: bool = False
 
 
 WGRAD = WgradConfig(128, 256, 64, 8, 5, resident=1)
-ENGINE_ROWS = 1536  # slots an expert from which the copy engine adds faster (5-10 % on an H200)
-
-
-def config_for(experts: int, slots: int) -> WgradConfig:
-    """What was fastest; a function of sizes alone, so that bits are repeatable."""
-    return WGRAD._replace(engine=slots >= ENGINE_ROWS * experts)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -204,7 +197,7 @@ def _gathered(base, at, column, W: tl.constexpr, B: tl.constexpr):
 def _wgrad_kernel(
     dy, x, at_B, first_B, ends_E, dw_EOI, E, X_GATHERED: tl.constexpr, O: tl.constexpr,
     I: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    ENGINE: tl.constexpr, FLATTEN: tl.constexpr,
+    FLATTEN: tl.constexpr,
 ):  # fmt: skip
     HIGH: tl.constexpr = (O + BO - 1) // BO
     WIDE: tl.constexpr = (I + BI - 1) // BI
@@ -228,30 +221,22 @@ def _wgrad_kernel(
                 acc = tl.dot(_gathered(dy, at, o0, O, BO).T, x.load([first, i0]), acc)
         if start < end:
             left, right = halves(acc)
-            if ENGINE:
-                dw_EOI.atomic_add([e, o0, i0], left.reshape(1, BO, BI // 2))
-                dw_EOI.atomic_add([e, o0, i0 + BI // 2], right.reshape(1, BO, BI // 2))
-            else:
-                _add(dw_EOI + e.to(tl.int64) * (O * I), left, o0, i0, O, I)
-                _add(dw_EOI + e.to(tl.int64) * (O * I), right, o0, i0 + BI // 2, O, I)
+            _add(dw_EOI + e.to(tl.int64) * (O * I), left, o0, i0, O, I)
+            _add(dw_EOI + e.to(tl.int64) * (O * I), right, o0, i0 + BI // 2, O, I)
 
 
 def add_gradient(dw_EOI: Tensor, merged: Merged, up: bool, config: WgradConfig | None = None):
     """dw_e += Σ over e's slots of dhᵀ x (`up`) or dyᵀ a; an empty group's matrix is not touched."""
     E, O, I = dw_EOI.shape
-    m, config = merged, config or config_for(E, len(merged.dh))
+    m, config = merged, config or WGRAD
     assert dw_EOI.is_contiguous() and dw_EOI.dtype == torch.float32 and m.depth == config.depth
     tiles = E * triton.cdiv(O, config.rows) * triton.cdiv(I, config.columns)
     rows, columns = m.dh if up else m.a, config.rows if up else config.columns
     block = TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [m.depth, columns])
     dy, x, at = (block, m.x, m.x_at) if up else (m.dy, block, m.dy_at)
-    dw: Any = dw_EOI
-    if config.engine:
-        half = [1, config.rows, config.columns // 2]
-        dw = TensorDescriptor(dw_EOI, [E, O, I], [O * I, I, 1], half)
     _wgrad_kernel[grid(dw_EOI.device, tiles, config.resident)](
-        dy, x, at, m.first_B, m.ends_E, dw, E, up, O, I, config.rows, config.columns,
-        config.depth, config.group, config.engine, config.flatten, **launch(config),
+        dy, x, at, m.first_B, m.ends_E, dw_EOI, E, up, O, I, config.rows, config.columns,
+        config.depth, config.group, config.flatten, **launch(config),
     )  # fmt: skip
 
 

@@ -210,5 +210,5 @@ def test_gpu_in_a_graph_and_without_waiting():
         ids.copy_(choices(1024, 8, 128))
         graph.replay()
         same(plan, d.dispatch_plan_ref(ids, 128))
-        rows = int(cross.counts_P2[:, 0].sum())
+        rows = cross.counts_P2[:, 0].tolist()
         same(d.lay_out(cross, rows), way(d.crossing_ref, ids, 128, 8))
