@@ -195,9 +195,9 @@ PLAN_CUTS = (  # PROGRAMS, TILE, LONGEST, WARPS
 RANKS = 8
 
 
-def there_and_back(crossing, choices, ids, weights, E, rows):
+def there_and_back(crossing, choices, ids, weights, E, rows_P):
     """The sending side without the tokens, and its weights' gradient."""
-    cross = dispatch.lay_out(crossing(ids, E, RANKS), rows)
+    cross = dispatch.lay_out(crossing(ids, E, RANKS), rows_P)
     out = choices(ids, weights, cross, E // RANKS)[1]
     torch.autograd.grad(out, weights, out.detach())
 
@@ -227,10 +227,11 @@ def plan(meter: Meter, name: str, width: Width, tokens: Sequence[int], configs: 
             meter.variants("plan", shape, plan_kernels, names, PLAN_CUTS, ours, work)
         if E % RANKS:
             continue
-        rows = int(dispatch.crossing_ref(ids, E, RANKS).counts_P2[:, 0].sum())
+        rows_P = dispatch.crossing_ref(ids, E, RANKS).counts_P2[:, 0].tolist()
+        rows = sum(rows_P)
         # the rows' token, rank, ids and weights; at_NP; ids, and gradients there and back
         work = Work(nbytes=rows * (16 + 8 * K) + 8 * N * RANKS + N * K * (8 + 4 + 4) + 4 * rows * K)
-        of = (ids, weights, E, rows)
+        of = (ids, weights, E, rows_P)
         ours = partial(there_and_back, dispatch.crossing, fused_choices, *of)
         theirs = partial(there_and_back, dispatch.crossing_ref, dispatch.spread_choices_ref, *of)
         shape = f"{shape} to {RANKS}"
