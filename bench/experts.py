@@ -9,7 +9,7 @@ expert without a token; balanced is the scripts' stride: token t's j-th expert i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -171,6 +171,11 @@ def wgrad_only(cases: Sequence[Case], path: Path) -> Callable[[], None]:
     return torch.no_grad()(lambda: add_together(held))
 
 
+def together_next(cases: Sequence[Case], n: int) -> None:
+    """As from the second time on: it is known that n micro-batches wait for each other."""
+    cases[0].gate_up.together, cases[0].gate_up.stack = n, []  # kernels/grouped_wgrad.py: reserve
+
+
 def layer(meter: Meter, cases: Sequence[Case], shape: str) -> None:
     """Rows of the passes, and of the whole with weight gradients of 1, 2 and 4 together."""
     width, tokens, both = cases[0].width, len(cases[0].rows_RD), paths()
@@ -179,10 +184,12 @@ def layer(meter: Meter, cases: Sequence[Case], shape: str) -> None:
         (partial(forward, cases[0], p), partial(through, cases[0], p, lambda compute: None))
         for p in both
     ]
+    together_next(cases, 1)
     meter.passes("experts", shape, *calls, (todo["forward"], todo["backward"]),
                  "no router, no plan", ("forward", "backward, without weights"))  # fmt: skip
     for n in TOGETHER:
         part, todo = cases[:n], work(width, tokens, n)
+        together_next(cases, n)
         name = f"{n} micro-batch{'es' if n > 1 else ''}"
         alone = [wgrad_only(part, both[0]), None]
         try:
@@ -216,7 +223,7 @@ class Operands(NamedTuple):
     h: Tensor
     a: Tensor
     dh: Tensor
-    merged: tuple
+    part: tuple
 
 
 def operands(case: Case) -> Operands:
@@ -230,7 +237,7 @@ def operands(case: Case) -> Operands:
         case.dout_RD, case.weights_RK, case.down, h, plan, tiles, act, cut.down_backward
     )
     part = (case.rows_RD, dh, case.dout_RD, a, case.weights_RK, plan)
-    return Operands(case, act, h, a, dh, grouped_wgrad.merge([part]))
+    return Operands(case, act, h, a, dh, part)
 
 
 def step_work(case: Case) -> dict[str, Work]:
@@ -251,17 +258,16 @@ def step_work(case: Case) -> dict[str, Work]:
 
 def kernels(o: Operands) -> dict[str, Callable]:
     """Name → function of (tiles, config), or of config alone for weight gradients."""
-    c, m = o.case, o.merged
+    c = o.case
     weighted = dict(weights_RK=c.weights_RK, bias_EO=c.biases[1])
     up = (c.rows_RD, c.weights_RK, c.gate_up, c.biases[0], c.plan)
     back = (c.dout_RD, c.weights_RK, c.down, o.h, c.plan)
+    merged = cache(lambda depth: grouped_wgrad.merge([o.part], depth))  # timed apart
 
-    def wgrad(weight, dy, x):
-        def add(config):
-            grouped_wgrad.add_gradient(weight.main_grad, dy, x, m.offsets_E, config)
-            return weight.main_grad
-
-        return add
+    def wgrad(weight, is_up, config):
+        of = merged((config or grouped_wgrad.WGRAD).depth)
+        grouped_wgrad.add_gradient(weight.main_grad, of, is_up, config)
+        return weight.main_grad
 
     return {
         "up": lambda t, k: grouped.up(*up, t, o.act, k)[1],
@@ -270,8 +276,8 @@ def kernels(o: Operands) -> dict[str, Callable]:
         "down_backward": lambda t, k: grouped.down_backward(*back, t, o.act, k)[0],
         "up_backward": lambda t, k: grouped.product(
             o.dh, c.gate_up, c.plan, t, k, out_first=False),
-        "wgrad_up": wgrad(c.gate_up, m.dh, m.x),
-        "wgrad_down": wgrad(c.down, m.dy, m.a),
+        "wgrad_up": partial(wgrad, c.gate_up, True),
+        "wgrad_down": partial(wgrad, c.down, False),
     }  # fmt: skip
 
 
@@ -307,9 +313,9 @@ def steps(meter: Meter, case: Case, shape: str) -> None:
     for name, call in calls.items():
         note = "" if name == "sum_slots" else "torch: bare grouped_mm"
         meter.compare(f"experts: {name}", shape, call, theirs[name], todo[name], note)
-    part = (case.rows_RD, o.dh, case.dout_RD, o.a, case.weights_RK, plan)
+    merge = partial(grouped_wgrad.merge, [o.part], grouped_wgrad.WGRAD.depth)
+    meter.compare("experts: merge", shape, merge)
     meter.compare("experts: tiles", shape, lambda: grouped.tiles_of(plan.offsets_E, S, cut.block))
-    meter.compare("experts: merge", shape, lambda: grouped_wgrad.merge([part]))
 
 
 # ------------------------------------------------------------------------------------------------
