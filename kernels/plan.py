@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS, TILE, LONGEST, WARPS = 128, 16384, 128, 8  # at most: programs, elements, rows of a tile
+PROGRAMS, TILE, LONGEST, WARPS = 128, 8192, 128, 4  # at most: programs, elements, rows of a tile
 
 
 def _cut(rows: int, columns: int) -> tuple[int, int, int]:

@@ -71,7 +71,7 @@ def flags():
     found = set(FOREIGN)
     for path in SOURCES:
         source = path.read_text()
-        found.update(re.findall(r'(?:add_argument\(|aliases=\()\s*"--([a-z0-9-]+)"', source))
+        found.update(re.findall(r'(?:\badd(?:_argument)?\(|aliases=\()\s*"--([a-z0-9-]+)"', source))
         if "tyro" not in source and path.parent != ROOT:
             continue
         shown = ("Run.", "Config.", "Args.")
@@ -111,7 +111,8 @@ def wrong(span):
 
 def named(text):
     """Code spans, and lines of code blocks as far as they hold commands."""
-    blocks = re.findall(r"^```(?!python)\w*\n(.*?)^```", text, re.M | re.S)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S)
+    blocks = [block for language, block in fenced if language != "python"]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     for name, file in re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", prose):
         yield f"{file}::{name}"

@@ -16,7 +16,8 @@ import kernels.cross_entropy as ce
 import kernels.embedding as em
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = [f"tests/test_{name}.py" for name in ("adamw", "cross_entropy", "embedding", "plan")]
+NAMES = ("adamw", "cross_entropy", "embedding", "plan", "bench_kernels")
+FILES = [f"tests/test_{name}.py" for name in NAMES]
 SHARED = 227 * 1024  # bytes that a program can have on either
 
 

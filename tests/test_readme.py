@@ -66,12 +66,15 @@ def test_every_command(project):
 def test_gpu_commands_are_valid():
     """The flags of the GPU commands parse and pass the checks, on one process."""
     import train_qwen3_moe as script
-    from bench import throughput
+    from bench import kernels, throughput
     from common.config import check, parse
 
     for line in "".join(blocks("bash")).splitlines():
         if "bench.throughput" in line:
             assert throughput.parse(line.split("bench.throughput ")[1].split())
+            continue
+        if "bench.kernels" in line:
+            kernels.check(kernels.parse(line.split("bench.kernels ")[1].split()))
             continue
         flags = line.split("train_qwen3_moe.py ")[1].split()
         run = parse(script.Config, script.FLAGS, flags)
