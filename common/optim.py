@@ -366,12 +366,6 @@ class Optimizer:
         b.grads.zero_()
 
     @torch.no_grad()
-    def init_masters(self) -> None:
-        """Parameters to masters: after weights were initialised or loaded without a trainer/."""
-        for b in self.buckets:
-            b.state["master"].copy_(b.values[b.own])
-
-    @torch.no_grad()
     def refresh_params(self) -> None:
         """Masters to all ranks' parameters, after masters were loaded; all ranks call it."""
         for b in self.buckets:

@@ -419,18 +419,6 @@ def test_state_round_trip(optimizer, dtype):
         assert x[:3] == y[:3] and torch.equal(x[3], y[3])
 
 
-def test_init_masters():
-    params = make_params(torch.bfloat16)
-    opt = make(params)
-    for _, p in params:
-        nn.init.normal_(p)
-    opt.init_masters()
-    values = dict(params)
-    masters = [(name, x) for name, kind, _, x in opt.slices() if kind == "master"]
-    assert len(masters) == len(params)
-    assert all(torch.equal(x, values[name].detach().float().flatten()) for name, x in masters)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_gpu_equals_cpu(optimizer):
