@@ -84,7 +84,7 @@ def trainer(run, mesh):
 def disturb(chunks, first_expert):
     """Make random what starts at 0, by name and expert: a 0 hides its share of other gradients."""
     for name, p in script.named_parameters(chunks):
-        if name.endswith(("bias", "sinks")):
+        if not p.any():
             experts = ".experts." in name
             for i, part in enumerate(p.data if experts else [p.data], experts * first_expert):
                 part.normal_(0, 0.3, generator=seeded(part.device, name, i))
@@ -284,7 +284,7 @@ def test_a_rank_whose_experts_nobody_chooses():
 def train_from(rank, world, flags, out, steps, saved_at=None):
     """Resume what is in `out`, or start; the losses of `steps`, this rank's slices at the start."""
     run = config(out=out, **flags)
-    t = trainer(run, build_mesh(run, torch.device("cpu")))
+    script, t = script_of(run), trainer(run, build_mesh(run, torch.device("cpu")))
     found = checkpoint.latest(out)
     if found is not None:
         assert script.resume(found, t) == steps[0] - 1
