@@ -20,7 +20,7 @@ NEXT = """{new} is a copy of {old}. Now:
 
 
 def start(source: str, name: str) -> Path:
-    """train_<source>.py → train_<name>.py. Raises ValueError: no such script, a bad or taken name."""
+    """Write train_<name>.py. Raises ValueError: no such source, a bad name or a taken one."""
     old, new = ROOT / f"train_{source}.py", ROOT / f"train_{name}.py"
     if not old.is_file():
         known = ", ".join(p.stem.removeprefix("train_") for p in sorted(ROOT.glob("train_*.py")))
@@ -30,7 +30,6 @@ def start(source: str, name: str) -> Path:
     if new.exists():
         raise ValueError(f"{new.name} is there already; use another name")
     text = old.read_text()
-    # A copy of the base keeps naming it where it says what it differs from.
     new.write_text(re.sub(rf"\b{old.stem}\b", new.stem, text))
     return new
 

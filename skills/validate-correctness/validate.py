@@ -1,4 +1,4 @@
-"""Is a training script right? A line a check: PASS, FAIL or SKIP with the reason; the last says all.
+"""Is a training script right? A line a check, PASS, FAIL or SKIP and why; the last says all.
 
     python skills/validate-correctness/validate.py train_qwen3_moe.py
     python skills/validate-correctness/validate.py train_x.py --quick --set block_size=8
@@ -112,7 +112,7 @@ class Subject:
 
 
 def tape(s: Subject) -> str:
-    """Cut at every exchange, in one chunk and in two, recomputed or not: plain autograd's values."""
+    """Cut at every exchange, in one chunk and two, recomputed or not: plain autograd's values."""
     figures, one = [], torch.ones((), dtype=torch.float64)
     for n_chunks, again in ((1, "none"), (1, "layer"), (2, "experts")):
         run = s.run(balance_coef=1.0, z_loss_coef=0.01, recompute=again)
@@ -179,7 +179,7 @@ def gradients(s: Subject) -> str:
 
 
 def files(s: Subject) -> str:
-    """Views hold every element once; what is saved (by one, by ep 2) is read back; so the config."""
+    """Views hold every element once; what one process or ep 2 saves reads back; the config too."""
     (chunk,) = s.chunks(s.run(dtype="fp32"))
     names: dict[str, str] = {}
     for name, p in chunk.named_parameters():
@@ -210,7 +210,7 @@ def _same(chunks: list[nn.Module], want: dict[str, Tensor]) -> None:
 
 
 def learning(s: Subject, steps: int = 20) -> str:
-    """The preset's own run, cut to 20 steps: from uniform (5.55 nats a byte) at least 1 nat down."""
+    """The preset's own run, cut to 20 steps, falls by a nat from a uniform guess (5.55 a byte)."""
     flags = dict(s.script.FLAGS[s.preset], steps=steps, out=Path("unused"), dtype="fp32")
     run, model = s.script.Config(**flags, preset=s.preset), s.script.MODELS[s.preset]
     mesh = build_mesh(run, CPU)
@@ -255,9 +255,8 @@ def _reference(module: str, function: str, s: Subject, chunks: list, batch: Batc
     weights = {n: p.detach().clone().requires_grad_() for n, p in named_parameters(chunks)}
     logits = getattr(importlib.import_module(module), function)(s.model, weights, batch.tokens)
     _summed_loss(logits, batch).backward()
-    return logits, [
-        {n: _grad(n, p) for n, p in x} for x in (named_parameters(chunks), weights.items())
-    ]
+    mine = {n: _grad(n, p) for n, p in named_parameters(chunks)}
+    return logits, (mine, {n: w.grad for n, w in weights.items()})
 
 
 def _transformers(s: Subject, chunks: list, batch: Batch) -> tuple:
@@ -290,7 +289,7 @@ def _summed_loss(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def layout(s: Subject, name: str) -> str:
-    """Three AdamW steps on gloo processes equal one process: losses, gradients, weights, moments."""
+    """Three AdamW steps on gloo processes equal one process's: losses, gradients, weights."""
     world, axes = parallel.LAYOUTS[name]
     run = s.run(**axes)
     try:
