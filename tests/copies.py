@@ -3,6 +3,7 @@
     python -m tests.copies                              # every shared definition; 1 if one drifts
     python -m tests.copies --fix train_qwen3_moe.py     # write its text over unmarked drift
     python -m tests.copies --table                      # the differences, as the README shows them
+    python -m tests.copies --readme                     # write that table into the README
 
 Scripts are copies of train_qwen3_moe.py, the base, not users of a shared trainer. Where two have a
 definition of one name, its text is the same or it says why not:
@@ -36,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BASE = "train_qwen3_moe.py"
 MARK = re.compile(r"\s*#\s*differs(?::\s*(.*)|\s*)$", re.IGNORECASE)
 BANNER = re.compile(r"^# -{20,}\n(# .*)\n# -{20,}\n", re.MULTILINE)
+SHOWN = re.compile(r"(<!-- copies -->\n).*?(<!-- /copies -->)", re.DOTALL)  # in the README
 UNMARKED = "another text, and no `# differs: why`"
 IDLE = re.compile(r"\s*(#|$)")  # a line without code
 DIFF_LINES = 16  # shown of each fault
@@ -247,6 +249,15 @@ def table(scripts: list[Script], found: list[Finding]) -> str:
     return "\n".join(lines)
 
 
+def show_in_readme(root: Path, text: str) -> None:
+    """Write `text` between the README's two marks. Raises ValueError if they are not there once."""
+    path = root / "README.md"
+    new, count = SHOWN.subn(lambda marks: f"{marks[1]}{text}\n{marks[2]}", path.read_text())
+    if count != 1:
+        raise ValueError(f"{path}: needs <!-- copies --> and <!-- /copies --> once each")
+    path.write_text(new)
+
+
 def fix(scripts: list[Script], source: str) -> list[str]:
     """Write `source`'s unmarked definitions over the unmarked ones that drift; says what changed.
 
@@ -283,15 +294,18 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser("python -m tests.copies", description=__doc__.split("\n")[0])
     parser.add_argument("--fix", metavar="FROM", help="script whose text replaces unmarked drift")
     parser.add_argument("--table", action="store_true", help="print the differences as Markdown")
+    parser.add_argument("--readme", action="store_true", help="write that table into README.md")
     flags = parser.parse_args(argv)
     try:
         scripts = read_scripts(root)
         if flags.fix:
             print("\n".join(fix(scripts, flags.fix)) or "nothing to write")
             scripts = read_scripts(root)
+        found = compare(scripts)
+        if flags.readme:
+            show_in_readme(root, table(scripts, found))
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
-    found = compare(scripts)
     print(table(scripts, found) if flags.table else show(scripts, found))
     return int(any(f.state == "DRIFT" for f in found))
 

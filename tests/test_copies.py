@@ -106,10 +106,8 @@ def test_the_readmes_table():
     scripts = copies.read_scripts(copies.ROOT)
     table = copies.table(scripts, copies.compare(scripts))
     assert bool(table) == (len(scripts) > 1)
-    shown = re.findall(
-        r"<!-- copies -->\n(.*?)<!-- /copies -->", (copies.ROOT / "README.md").read_text(), re.S
-    )
-    assert [part.strip() for part in shown] == [table]
+    (shown,) = copies.SHOWN.finditer((copies.ROOT / "README.md").read_text())
+    assert shown[0] == f"{shown[1]}{table}\n{shown[2]}"
 
 
 def test_scripts_stand_alone():
@@ -198,6 +196,17 @@ def test_marks_pass_and_make_the_table(tmp_path, capsys):
         "| `run` | always two; really |  |",
         "| `main` | not cached |  |",
     ]
+
+
+def test_the_table_is_written_between_the_readmes_marks(tmp_path):
+    root = project(tmp_path, b=MARKED)
+    (root / "README.md").write_text("a\n<!-- copies -->\nold\n<!-- /copies -->\nb\n")
+    assert copies.main(["--readme"], root) == 0
+    text = (root / "README.md").read_text()
+    assert re.fullmatch(r"a\n<!-- copies -->\n\|[^<]*\| not cached \|\n<!-- /copies -->\nb\n", text)
+    (root / "README.md").write_text("a\n")
+    with pytest.raises(SystemExit):
+        copies.main(["--readme"], root)
 
 
 @pytest.mark.parametrize("old, new, said", [

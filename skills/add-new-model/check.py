@@ -3,8 +3,8 @@
     python skills/add-new-model/check.py train_my_model.py
     python skills/add-new-model/check.py train_my_model.py --set block_size=8
 
-Size, marks (tests/copies.py), --help, two steps, and validate.py --quick, which gets all flags
-that follow the script. The exit status is 0 if nothing failed.
+Size, marks (tests/copies.py), README's table, --help, two steps, and validate.py --quick, which
+gets all flags that follow the script. The exit status is 0 if nothing failed.
 """
 
 import subprocess
@@ -39,6 +39,16 @@ def marks(script: Path) -> str:
     return f"{same} definitions as in {copies.BASE}, {differs} say why not"
 
 
+def readme(script: Path) -> str:
+    """The README shows what differs, in a column of the script's."""
+    scripts = copies.read_scripts(ROOT)
+    shown = copies.SHOWN.search((ROOT / "README.md").read_text())
+    table = copies.table(scripts, copies.compare(scripts))
+    right = shown is not None and shown[0] == f"{shown[1]}{table}\n{shown[2]}"
+    assert right, "its table is older than the scripts: python -m tests.copies --readme"
+    return "its table is up to date"
+
+
 def helps(script: Path) -> str:
     return f"{len(_output([script.name, '--help']).splitlines())} lines"
 
@@ -64,7 +74,7 @@ def main(argv: list[str]) -> int:
         print(__doc__ if not argv else f"error: {argv[0]}: no such script here", file=sys.stderr)
         return 2
     script, failed = ROOT / argv[0], False
-    for check in (size, marks, helps, two_steps):
+    for check in (size, marks, readme, helps, two_steps):
         try:
             state, said = "PASS", check(script)
         except (AssertionError, ValueError) as error:

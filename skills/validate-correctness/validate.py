@@ -35,7 +35,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from common import checkpoint, config, hf  # noqa: E402
-from common.data import Batch  # noqa: E402
+from common.data import Batch, isolate  # noqa: E402
 from common.dualpipev import drive  # noqa: E402
 from common.dualpipev import run as run_schedule  # noqa: E402
 from common.lifecycle import load_weights, named_parameters  # noqa: E402
@@ -48,7 +48,7 @@ from tests.oracle import no_fp32, on_disk, randomise, relative  # noqa: E402
 CPU = torch.device("cpu")
 ALONE = "pp", "cp", "ep"  # axes that one process has not
 LAYOUTS = "pp2", "ep2", "cp2", "dp2"
-QUICK = "tape", "bf16", "gradients", "files", "learning", "oracle", "layouts"
+QUICK = "tape", "sight", "bf16", "gradients", "files", "learning", "oracle", "layouts"
 Slices = dict[tuple[str, str], Tensor]  # (parameter, kind) → all of it, flattened
 
 
@@ -138,24 +138,48 @@ def _grad(name: str, p: Tensor) -> Tensor:
     return p.grad
 
 
-def bf16(s: Subject) -> str:
-    """Loss in bf16 near fp32's with the same (bf16) weights and choices of experts.
+def sight(s: Subject) -> str:
+    """A token sees itself and what came before; of isolated documents only its own."""
+    run, at = s.run(), s.seq_len // 2 + 1
+    (chunk,), eos = s.chunks(run), s.model.vocab_size - 1
+    tokens = s.batches(1)[0].tokens % eos
+    other = tokens.clone()
+    other[:, at] = (other[:, at] + 1) % eos
+    with torch.no_grad():
+        a, b = (drive(chunk(None, Batch(x), None)) for x in (tokens, other))
+        early = largest({"a later token": b[:, :at]}, {"a later token": a[:, :at]}, 1e-12)
+        assert (a[:, at] - b[:, at]).abs().max() > 1e-6, "a token does not see itself"
+        try:
+            s.script.check_model(s.model, dataclasses.replace(run, isolate_documents=True))
+        except ValueError as error:
+            return f"causal within {early:.0e}; documents refused: {error}"
+        tokens[:, at - 1] = eos
+        _, positions, cu_seqlens = isolate(tokens, tokens, [eos] * len(tokens))
+        together = drive(chunk(None, Batch(tokens, None, positions, cu_seqlens), None))
+        alone = drive(chunk(None, Batch(tokens[:, at:]), None))
+    late = largest({"a document": together[:, at:]}, {"a document": alone}, 1e-12)
+    return f"causal within {early:.0e}, documents apart within {late:.0e}"
 
-    Ten roundings a layer of a relative 2^-9, which add up like a random walk.
+
+def bf16(s: Subject) -> str:
+    """Logits and loss in bf16 near fp32's with the same (bf16) weights and choices of experts.
+
+    Allowed is twice what ten roundings a layer, of a relative 2^-9, add up to as a random walk.
     """
-    routes, losses = {}, []
+    logits, losses, (batch,) = [], [], s.batches(1)
+    routes: dict[int, Tensor] = {}
     for dtype in ("fp32", "bf16"):
-        (chunk,) = s.chunks(s.run(dtype=dtype, balance="none"))
+        (chunk,) = s.chunks(s.run(dtype=dtype, balance="none", z_loss_coef=0.0))
         for p in chunk.parameters():
             p.data.copy_(p.data.bfloat16())
-        (batch,) = s.batches(1)
-        batch.routes = routes
         with torch.no_grad():
-            losses.append(drive(chunk(None, batch, None)).item() / batch.tokens.numel())
-    error = abs(losses[1] / losses[0] - 1)
-    bound = 2**-9 * math.sqrt(10 * s.model.num_hidden_layers)
-    assert error <= bound, f"loss {losses[1]:.4f}, in fp32 {losses[0]:.4f}: off by {error:.1e}"
-    return f"loss {losses[1]:.4f}, in fp32 {losses[0]:.4f}"
+            logits.append(drive(chunk(None, Batch(batch.tokens, routes=routes), None)))
+            loss = drive(chunk(None, dataclasses.replace(batch, routes=routes), None))
+        losses.append(loss.item() / batch.tokens.numel())
+    error = relative(logits[1], logits[0])
+    bound = 2 * 2**-9 * math.sqrt(10 * s.model.num_hidden_layers)
+    assert error <= bound, f"logits off by {error:.1e}, allowed {bound:.1e}"
+    return f"logits within {error:.1e}, loss {losses[1]:.4f} for {losses[0]:.4f}"
 
 
 def gradients(s: Subject) -> str:
@@ -392,8 +416,8 @@ def reason(error: Exception) -> str:
 
 
 CHECKS = {
-    "tape": tape, "bf16": bf16, "gradients": gradients, "files": files, "learning": learning,
-    "oracle": oracle, "layouts": layout, "bits": bits, "resume": resume,
+    "tape": tape, "sight": sight, "bf16": bf16, "gradients": gradients, "files": files,
+    "learning": learning, "oracle": oracle, "layouts": layout, "bits": bits, "resume": resume,
 }  # fmt: skip
 
 
