@@ -81,6 +81,7 @@ FAULTS = {  # check: (where, name, what stands there instead)
 @pytest.mark.parametrize("check", FAULTS)
 def test_validate_sees_a_fault(check, monkeypatch, capsys):
     monkeypatch.setattr(*FAULTS[check])
+    monkeypatch.setitem(script.FLAGS, "tiny", script.FLAGS["tiny"] | dict(seq_len=16))
     flags = ["train_gpt_oss.py", "--checks", check, "--seq-len", "16"]
     monkeypatch.chdir(ROOT)
     assert validate.main(flags) == 1
