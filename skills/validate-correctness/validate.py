@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
 
 from common import checkpoint, config, hf  # noqa: E402
 from common.data import Batch, isolate  # noqa: E402
@@ -180,6 +181,29 @@ def bf16(s: Subject) -> str:
     bound = 2 * 2**-9 * math.sqrt(10 * s.model.num_hidden_layers)
     assert error <= bound, f"logits off by {error:.1e}, allowed {bound:.1e}"
     return f"logits within {error:.1e}, loss {losses[1]:.4f} for {losses[0]:.4f}"
+
+
+def compiled(s: Subject, layers: int = 8) -> str:
+    """Segments are whole graphs that layers share, and give eager's values (no code generated)."""
+    deep = dataclasses.replace(s, sizes=s.sizes | dict(num_hidden_layers=layers))
+    results, compile_, one = [], torch.compile, torch.ones((), dtype=torch.float64)
+    torch._dynamo.reset()
+    counters.clear()
+    torch.compile = partial(compile_, backend="aot_eager")
+    try:
+        for on in (False, True):
+            chunks = deep.chunks(deep.run(compile=on))
+            losses = run_schedule(chunks, s.batches(2), one)
+            grads = {n: _grad(n, p) for n, p in named_parameters(chunks)}
+            results.append(grads | dict(loss=torch.stack(losses)))
+    finally:
+        torch.compile = compile_
+        torch._dynamo.reset()
+    worst, graphs = largest(results[1], results[0], 1e-12), counters["stats"]["unique_graphs"]
+    assert 0 < graphs < layers, (
+        f"{graphs} graphs for {layers} layers: is an int of each layer read?"
+    )
+    return f"{graphs} graphs for {layers} layers, within {worst:.0e}"
 
 
 def gradients(s: Subject) -> str:
@@ -416,8 +440,9 @@ def reason(error: Exception) -> str:
 
 
 CHECKS = {
-    "tape": tape, "sight": sight, "bf16": bf16, "gradients": gradients, "files": files,
-    "learning": learning, "oracle": oracle, "layouts": layout, "bits": bits, "resume": resume,
+    "tape": tape, "sight": sight, "bf16": bf16, "compiled": compiled, "gradients": gradients,
+    "files": files, "learning": learning, "oracle": oracle, "layouts": layout, "bits": bits,
+    "resume": resume,
 }  # fmt: skip
 
 
