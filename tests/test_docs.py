@@ -52,14 +52,16 @@ def members(path):
 
 @cache
 def words():
-    """Python's own names, modules, and what code assigns or takes as an argument."""
+    """Python's own names, modules, and what code assigns, takes or gives as an argument."""
     found = {*dir(builtins), *keyword.kwlist}
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found.update(alias.name.split(".")[0] for alias in node.names)
-            elif isinstance(node, (ast.ImportFrom, ast.arg)):
-                found.add(node.arg if isinstance(node, ast.arg) else node.module.split(".")[0])
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module.split(".")[0])
+            elif isinstance(node, (ast.arg, ast.keyword)):
+                found.add(node.arg)
             elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
                 found.add(node.id if isinstance(node, ast.Name) else node.attr)
     return found
