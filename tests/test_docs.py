@@ -113,9 +113,9 @@ def wrong(span):
 
 def named(text):
     """Code spans, and lines of code blocks as far as they hold commands."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S)
-    blocks = [block for language, block in fenced if language != "python"]
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    fenced = r"^ *```(\w*)\n(.*?)^ *```$"
+    blocks = [block for kind, block in re.findall(fenced, text, re.M | re.S) if kind != "python"]
+    prose = re.sub(fenced, "", text, flags=re.M | re.S)
     for name, file in re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", prose):
         yield f"{file}::{name}"
     yield from re.findall(r"`([^`\n]+)`", prose)
@@ -149,5 +149,5 @@ def test_wrong_names_are_found(span):
 def test_right_names_pass():
     right = ["train_qwen3_moe.py --pp 2 --no-compile", "Layer.__doc__", "common.tokens", "common/"]
     assert [wrong(span) for span in right] == [None] * len(right)
-    text = "`A` in `b.py`\n```sh\nc --d  # e\n```\n"
+    text = "`A` in `b.py`\n```python\nx\n```\n1. y\n\n   ```sh\n   c --d  # e\n   ```\n"
     assert list(named(text)) == ["b.py::A", "A", "b.py", "c --d"]
