@@ -131,7 +131,7 @@ def python(project, command):
 
 
 START = "skills/add-new-model/start.py gpt_oss my_model"
-CHECK = "skills/add-new-model/check.py train_my_model.py"
+CHECK = "skills/add-new-model/check.py train_my_model.py --seq-len 40 --set hidden_size=48"
 LAYOUT = "skills/validate-correctness/validate.py train_my_model.py --checks layouts --layouts ep2"
 
 
