@@ -16,7 +16,6 @@ from common.mesh import build as build_mesh
 from common.mesh import seeded
 from tests import pool
 from tests.oracle import on_disk
-from tests.test_training import documents
 
 SCRIPTS = {  # what makes each one's tiny model smaller, of odd sizes, with weights that matter
     "train_qwen3_moe": dict(
@@ -238,6 +237,8 @@ def test_exchanges_wait_for_no_numbers_after_the_first_step(name):
 @pytest.mark.parametrize("layout", ["cp2", "cp4", "pp2 cp2"])
 def test_isolated_documents_in_context_parallel(layout, tmp_path):
     """Case 29, and the balance of routed slots, with documents that begin inside blocks."""
+    from tests.test_training import documents  # here: it brings transformers into every worker
+
     documents(tmp_path / "d", samples=64, seq_len=16)
     world, axes = LAYOUTS[layout]
     flags = dict(data=(str(tmp_path / "d"),), isolate_documents=True, clip=0.0)
