@@ -288,13 +288,13 @@ def mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def random_ids(key: Tensor, N: int, E: int, K: int) -> Tensor:
-    """K distinct experts (N, K) of E for each token, uniform, drawn by a number (scalar, int64).
+def random_ids(number_N: Tensor, E: int, K: int) -> Tensor:
+    """K distinct experts (N, K) of E for each token, uniform, drawn by the token's number (int64).
 
     Not from a generator: its state is the host's, and a CUDA graph could not advance it.
     """
-    key = mix(mix(key >> 32) ^ (key & 0xFFFFFFFF))
-    x_NE = mix(mix(torch.arange(N * E, device=key.device)) ^ key).view(N, E)
+    x_NE = number_N[:, None] * E + torch.arange(E, device=number_N.device)
+    x_NE = mix(mix(x_NE & 0xFFFFFFFF) ^ mix(x_NE >> 32))
     return (x_NE >> 9).float().topk(K, dim=-1).indices  # 23 bits: exact
 
 
@@ -311,7 +311,7 @@ class Router(nn.Module):
         """Choose: (weights (N, K), ids (N, K), auxiliary loss, statistics (2, E)).
 
         state_2E: each expert's share of the previous step's slots, and its bias; ids_NK given
-        replaces the choice (a scalar: by random ones). Statistics: slots received, and the sum of
+        replaces the choice ((N,): by random ones). Statistics: slots received, and the sum of
         probabilities.
         """
         logits_NE = router_logits(tokens_ND, self.weight)
@@ -319,8 +319,8 @@ class Router(nn.Module):
         previous_E, bias_E = state_2E.unbind()
         if ids_NK is None:
             ids_NK = (probs_NE + bias_E).topk(self.K, dim=-1).indices
-        elif ids_NK.ndim == 0:
-            ids_NK = random_ids(ids_NK, *probs_NE.shape, self.K)
+        elif ids_NK.ndim == 1:
+            ids_NK = random_ids(ids_NK, probs_NE.shape[1], self.K)
         if self.renormalise:  # the chosen probabilities over their sum, which may be tiny
             weights_NK = logits_NE.gather(-1, ids_NK).softmax(-1)
         else:
@@ -441,19 +441,18 @@ class Layer(nn.Module):
         """Choices (N, K) that replace the router's: replayed, or balanced for a benchmark.
 
         stride: token t's j-th expert is (t + j·E/K) mod E; random: K distinct, uniform, which
-        `random_ids` draws from the number (scalar) that is returned here.
+        `random_ids` draws from the numbers (N,) that are returned here.
         """
         if batch.routes is not None and self.index in batch.routes:
             return batch.routes[self.index]
         if self.run.force_balance is None:
             return None
-        gate, N, device = self.mlp.gate, x_BTD.shape[0] * x_BTD.shape[1], x_BTD.device
-        E, K = len(gate.weight), gate.K
+        E, K, numbers = len(self.mlp.gate.weight), self.mlp.gate.K, batch.numbers
+        if numbers is None:
+            numbers = torch.arange(x_BTD.shape[0] * x_BTD.shape[1], device=x_BTD.device)
         if self.run.force_balance == "stride":
-            first_N1 = torch.arange(N, device=device)[:, None]
-            return (first_N1 + torch.arange(K, device=device) * E // K) % E
-        key = torch.as_tensor(batch.index, device=device)
-        return key + (((self.run.seed << 10) + self.index) % 2**31 << 32)
+            return (numbers.view(-1, 1) + torch.arange(K, device=x_BTD.device) * E // K) % E
+        return numbers.flatten() + (((self.run.seed << 10) + self.index) % 2**20 << 33)
 
 
 def segment(again: bool, function, *args):

@@ -334,7 +334,8 @@ class Batch:
 
     Without targets the model returns logits. With isolated documents `positions` (B, T) restart
     in each and `cu_seqlens` (int32) are their starts among the B·T tokens; else both are None.
-    `index` (scalar) counts micro-batches over the whole run: random forced routing depends on it.
+    `numbers` (B, T) count tokens over the whole run, the same in every layout: forced routing
+    goes by them.
     `routes`: layer → chosen experts (N, K): a layer found there uses them (router replay),
     another notes its own. `loss_grad`: the gradient that the loss will receive, where known.
     `room` (mesh.Room): what is reserved for exchanges; without, the host waits for their sizes.
@@ -344,7 +345,7 @@ class Batch:
     targets: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
-    index: torch.Tensor | int = 0
+    numbers: torch.Tensor | None = None
     routes: dict[int, torch.Tensor] | None = None
     loss_grad: torch.Tensor | None = None
     room: Room | None = None
@@ -369,19 +370,21 @@ def read_batches(
             eos = loader.eos(samples[rows])
             targets, positions, cu_seqlens = isolate(tokens, targets, eos)
             positions = positions[:, here]
-        batches.append(Batch(tokens[:, here], targets[:, here], positions, cu_seqlens))
+        numbers = torch.arange(rows.start * run.seq_len, rows.stop * run.seq_len).view_as(tokens)
+        mine = tokens[:, here], targets[:, here], positions, cu_seqlens, numbers[:, here]
+        batches.append(Batch(*mine))
         valid += int((batches[-1].targets != IGNORE).sum())
     return batches, valid
 
 
 def to_device(batches: list[Batch], mesh: Mesh, first: int = 0) -> list[Batch]:
-    """Copy without waiting, and number: `first` micro-batches were before these in the run."""
+    """Copy without waiting, and number on: `first` micro-batches were before these in the run."""
     moved = []
-    for m, b in enumerate(batches, first):
-        index = (m * mesh.dp + mesh.dp_rank) * mesh.cp + mesh.cp_rank
-        tensors = [b.tokens, b.targets, b.positions, b.cu_seqlens]
+    for b in batches:
+        before = first * b.tokens.numel() * mesh.dp * mesh.cp
+        tensors = [b.tokens, b.targets, b.positions, b.cu_seqlens, b.numbers + before]
         if mesh.device.type == "cuda":
             pinned = [x if x is None else x.pin_memory() for x in tensors]
             tensors = [x if x is None else x.to(mesh.device, non_blocking=True) for x in pinned]
-        moved.append(Batch(*tensors, index=torch.full((), index, device=mesh.device)))
+        moved.append(Batch(*tensors))
     return moved

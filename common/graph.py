@@ -63,7 +63,7 @@ class Replay:
         if self.graph is None:
             self.record(batches, loss_grad)
         for mine, given in zip(self.batches, batches, strict=True):
-            for name in ("tokens", "targets", "index", "loss_grad"):
+            for name in ("tokens", "targets", "numbers", "loss_grad"):
                 getattr(mine, name).copy_(getattr(given, name))
         self.graph.replay()
         return [loss.clone() for loss in self.losses]
@@ -72,8 +72,12 @@ class Replay:
         """Raises RuntimeError if something in the model makes the host wait."""
         loss_grad = loss_grad.clone()  # one for all, as the schedule has it
         self.batches = [
-            Batch(b.tokens.clone(), b.targets.clone(), index=b.index.clone(), loss_grad=loss_grad)
-            for b in batches
+            Batch(
+                *(x.clone() for x in (b.tokens, b.targets)),
+                numbers=b.numbers.clone(),
+                loss_grad=loss_grad,
+            )
+            for b in batches  # fmt: skip
         ]
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.empty_cache()

@@ -344,7 +344,8 @@ def test_forced_and_replayed_routing():
     (chunk,) = ours(ODD, run_config(force_balance="random"))
     first, again, other = {}, {}, {}
     for index, kept in ((0, first), (0, again), (1, other)):
-        drive(chunk(None, dataclasses.replace(data(), routes=kept, index=index), None))
+        numbers = 48 * index + torch.arange(48).view(2, 24)
+        drive(chunk(None, dataclasses.replace(data(), routes=kept, numbers=numbers), None))
     assert all(torch.equal(first[i], again[i]) for i in range(3))
     assert not torch.equal(first[0], other[0]) and not torch.equal(first[0], first[1])
     assert all(len(set(row)) == 2 for row in first[0].tolist())
@@ -361,14 +362,15 @@ def test_forced_and_replayed_routing():
 def test_random_routing_is_uniform():
     """Every expert, and every pair of experts, as often as chance has it (5 sigma)."""
     N, E, K = 40_000, 16, 3
-    chosen = F.one_hot(script.random_ids(torch.tensor(7 << 32 | 5), N, E, K), E).sum(1).double()
+    numbers = torch.arange(N) + (5 << 33)
+    chosen = F.one_hot(script.random_ids(numbers, E, K), E).sum(1).double()
     share, both = K / E, K * (K - 1) / (E * (E - 1))
     assert (chosen.mean(0) - share).abs().max() < 5 * (share * (1 - share) / N) ** 0.5
     pairs = (chosen.T @ chosen / N)[~torch.eye(E, dtype=torch.bool)]
     assert (pairs - both).abs().max() < 5 * (both * (1 - both) / N) ** 0.5
     in_a_row = (chosen[1:].T @ chosen[:-1] / (N - 1) - share**2).abs().max()
     assert in_a_row < 5 * (share**2 * (1 - share**2) / N) ** 0.5
-    other = F.one_hot(script.random_ids(torch.tensor(7 << 32 | 6), N, E, K), E).sum(1)
+    other = F.one_hot(script.random_ids(numbers + (1 << 33), E, K), E).sum(1)  # a layer on
     assert abs((chosen * other).sum(1).mean() - K * K / E) < 0.03
 
 
