@@ -4,15 +4,15 @@
     torchrun --nproc-per-node 1 train_deepseek_v2_lite.py v2-lite --layers 8 --data data/dclm
     python train_deepseek_v2_lite.py --eval-only --out out/train_deepseek_v2_lite-tiny
 
-The tiny run falls from a loss of 5.6 to about 1.8 (nats a byte) in its 240 steps. From the batch
+The tiny run falls from a loss of 5.7 to about 1.8 (nats a byte) in its 240 steps. From the batch
 to the gradients one reads this file and common/dualpipev.py; the products of attention, experts
 and loss are in kernels/.
 
-What differs from train_qwen3_moe.py: multi-head latent attention, YaRN, neighbours as rope pairs,
-shared experts, groups of experts, dense first layers, a balance loss sequence by sequence.
-
 Sections: config and presets, model (leaf to root), Hugging Face names, FLOPs, optimizer and
 checkpoints, train step, evaluation and sampling, main.
+
+What differs from train_qwen3_moe.py: multi-head latent attention, YaRN, neighbours as rope pairs,
+shared experts, groups of experts, dense first layers, a balance loss sequence by sequence.
 
 Shapes:
     B sequences of a micro-batch   T tokens of a sequence     N = B·T tokens    V vocabulary
@@ -46,6 +46,7 @@ from common.dualpipev import Counts, Defer, Exchange, Route, Steps
 from common.dualpipev import run as run_schedule
 from common.graph import Replay, can_replay
 from common.lifecycle import announce, load_weights, named_parameters, resume, save, show_sample
+from common.lifecycle import close as close_run
 from common.log import Log, Profiler, Stop, figures
 from common.mesh import Mesh, Pipe, Room, from_rank_0, seeded, spread_layers, start, world_size
 from common.optim import Optimizer, build_buckets
@@ -184,10 +185,10 @@ def model_of(run: Config) -> Model:
         types = {f.name: f.type for f in dataclasses.fields(Model)}
         counts = {key for key, kind in types.items() if kind is int} - {"first_k_dense_replace"}
         counts |= {"q_lora_rank"} if config.get("q_lora_rank") is not None else set()
-        hf.check_sizes(config, source, sorted(counts))
-        for key in ("norm_topk_prob", "rope_theta", "first_k_dense_replace"):
-            if config.get(key) is None:
-                raise ValueError(f"{source}: {key} must be given")
+        hf.check_sizes(config, source, sorted(counts), [k for k, t in types.items() if t is float])
+        for key, kind in (("norm_topk_prob", bool), ("first_k_dense_replace", int)):
+            if not isinstance(config.get(key), kind) or not config.get("rope_theta"):
+                raise ValueError(f"{source}: {key} and rope_theta must be given")
         config["rope_scaling"] = yarn_of(config["rope_scaling"], source)
         model = Model(**{key: value for key, value in config.items() if key in types})
     if run.layers is not None:
@@ -206,6 +207,7 @@ def yarn_of(rope_scaling: dict[str, Any] | None, source: Path) -> Yarn | None:
                          f"and original_max_position_embeddings")  # fmt: skip
     if surplus := sorted(given.keys() - set(names)):
         raise ValueError(f"{source}: rope_scaling knows no {', '.join(surplus)}, only {names}")
+    hf.check_sizes(given, source, ["original_max_position_embeddings"], given.keys())
     return Yarn(**given)
 
 
@@ -220,7 +222,7 @@ def check_model(model: Model, run: Config) -> None:
         (E % run.ep, f"--ep {run.ep} does not divide num_experts {E}; use one of {divisors}"),
         (model.topk_method not in TOPK_METHODS, f"topk_method {model.topk_method} is not one of "
          f"{', '.join(TOPK_METHODS)}"),
-        (E % G, f"n_group {G} does not divide num_experts {E}; use one of {divisors}"),
+        (choices < E and E % G, f"n_group {G} must divide num_experts {E}; use one of {divisors}"),
         (best > G, f"topk_group {best} must lie between 1 and n_group {G}"),
         (not 1 <= K <= choices, f"num_experts_per_tok {K} must lie between 1 and the {choices} "
          f"experts that a token may choose from"),
@@ -822,7 +824,7 @@ class Trainer:
             shape = run.micro_batch, run.seq_len // mesh.cp, self.model.hidden_size
             like = torch.empty(shape, dtype=DTYPES[run.dtype], device=mesh.device)
             self.pipe = Pipe(mesh.pp_rank, mesh.pipeline, mesh.down, mesh.up, like)
-        self.room = Room(run.room, mesh.device) if mesh.ep > 1 and run.room else None
+        self.room = Room(run, mesh, self.model.num_experts_per_tok) if mesh.ep > 1 else None
         self.replay = Replay(self.chunks, run.wgrad_batch) if can_replay(run, mesh) else None
 
 
@@ -1040,9 +1042,7 @@ def main(argv: list[str] | None = None) -> None:
             show_sample(trainer, log)
     except DataError as error:
         sys.exit(f"error: {error}")
-    log.close()
-    if trainer.saver.error:
-        sys.exit("error: the last checkpoint could not be written")
+    close_run(trainer, log)
 
 
 if __name__ == "__main__":

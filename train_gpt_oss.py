@@ -48,6 +48,7 @@ from common.dualpipev import Counts, Defer, Exchange, Route, Steps
 from common.dualpipev import run as run_schedule
 from common.graph import Replay, can_replay
 from common.lifecycle import announce, load_weights, named_parameters, resume, save, show_sample
+from common.lifecycle import close as close_run
 from common.log import Log, Profiler, Stop, figures
 from common.mesh import Mesh, Pipe, Room, from_rank_0, seeded, spread_layers, start, world_size
 from common.optim import Optimizer, build_buckets
@@ -179,7 +180,8 @@ def model_of(run: Config) -> Model:
                 raise ValueError(f"{source}: {key} {config[key]} is not supported, only {value}")
         config["rope_scaling"] = rope_scaling_of(config, source)
         types = {f.name: f.type for f in dataclasses.fields(Model)}
-        hf.check_sizes(config, source, [key for key, kind in types.items() if kind is int])
+        sizes, numbers = ([k for k, kind in types.items() if kind is t] for t in (int, float))
+        hf.check_sizes(config, source, sizes, numbers)
         depth = config["num_hidden_layers"]
         kinds = config.get("layer_types") or [ALTERNATE[i % 2] for i in range(depth)]
         if len(kinds) != depth or not set(kinds) <= set(ALTERNATE):
@@ -775,7 +777,7 @@ class Trainer:
             shape = run.micro_batch, run.seq_len // mesh.cp, self.model.hidden_size
             like = torch.empty(shape, dtype=DTYPES[run.dtype], device=mesh.device)
             self.pipe = Pipe(mesh.pp_rank, mesh.pipeline, mesh.down, mesh.up, like)
-        self.room = Room(run.room, mesh.device) if mesh.ep > 1 and run.room else None
+        self.room = Room(run, mesh, self.model.num_experts_per_tok) if mesh.ep > 1 else None
         self.replay = Replay(self.chunks, run.wgrad_batch) if can_replay(run, mesh) else None
 
 
@@ -993,9 +995,7 @@ def main(argv: list[str] | None = None) -> None:
             show_sample(trainer, log)
     except DataError as error:
         sys.exit(f"error: {error}")
-    log.close()
-    if trainer.saver.error:
-        sys.exit("error: the last checkpoint could not be written")
+    close_run(trainer, log)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ safetensors files are read and written (common/tensorfile.py); nothing is ever u
 """
 
 import json
+import math
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -353,7 +354,8 @@ def read_config(source: str | Path | dict) -> dict:
     `num_local_experts` becomes `num_experts`. `rope_parameters` becomes `rope_theta` and
     `rope_scaling`, which is None for plain RoPE and else has its kind under `rope_type`.
 
-    Raises ValueError: no such file, not JSON, two spellings that disagree, a run's --out.
+    Raises ValueError: no such file, not JSON, two spellings that disagree, a run's --out, a
+    rope_scaling of no type.
     """
     if isinstance(source, dict):
         config = dict(source)
@@ -367,6 +369,8 @@ def read_config(source: str | Path | dict) -> dict:
     rope = dict(config.get("rope_scaling") or {})
     _unify(config, "rope_theta", rope.pop("rope_theta", None))
     _unify(rope, "rope_type", rope.pop("type", None))
+    if rope and "rope_type" not in rope:
+        raise ValueError(f"{source}: rope_scaling has no type: {rope}; say 'yarn' or 'default'")
     config["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
     return config
 
@@ -379,11 +383,20 @@ def _unify(config, key, other):
     config[key] = other
 
 
-def check_sizes(config: dict, source: str | Path, counts: Iterable[str]) -> None:
-    """Raises ValueError naming the keys of `counts` that are missing or no integers from 1."""
+def check_sizes(
+    config: dict, source: str | Path, counts: Iterable[str], numbers: Iterable[str] = ()
+) -> None:
+    """Raises ValueError naming the keys of `counts` that are missing or no integers from 1, and
+    those of `numbers` that are given but no finite numbers above 0 (mscale…: from 0)."""
     if bad := [key for key in counts if type(config.get(key)) is not int or config[key] < 1]:
         said = ", ".join(f"{key} {config.get(key)!r}" for key in bad)
         raise ValueError(f"{source}: must be integers from 1: {said}")
+    for key in numbers:
+        value = config.get(key, 1.0)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ValueError(f"{source}: {key} must be a number above 0, not {value!r}")
+        if not value and not key.startswith("mscale"):
+            raise ValueError(f"{source}: {key} must be above 0")
 
 
 def expect_model_type(config: dict, types: tuple[str, ...]) -> None:

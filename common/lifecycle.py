@@ -8,11 +8,13 @@ A trainer is the script's Trainer: model, run, mesh, chunks, optimizer, loader, 
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from common import checkpoint, hf
@@ -156,3 +158,16 @@ def show_sample(trainer: Any, log: Log) -> None:
         return
     text = decode(sample(trainer, encode("def "), trainer.run.sample_tokens))
     log.say(f"--- sample after 'def ' ---\ndef {text}\n---")
+
+
+def close(trainer: Any, log: Log) -> None:
+    """Close what threads and other processes work on; exits with status 1 if a save failed.
+
+    A process group that is left to the interpreter's end may abort it.
+    """
+    trainer.batches.close()
+    log.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if trainer.saver.error:
+        sys.exit("error: the last checkpoint could not be written")

@@ -159,13 +159,16 @@ class Room:
     """What is reserved for exchanges, so that the host need not wait for the number of their rows.
 
     rows: to each rank, and slots: at each rank, both for every exchange of a step; None in the
-    first step, which waits for its numbers. Afterwards it is `factor` times the most that the last
-    step needed anywhere. A step for which that was too little has to be done again, waiting.
+    first step, which waits for its numbers. Afterwards it is --room times the most that the last
+    step needed anywhere, but no more than can come: all tokens (of `choices` experts each). A step
+    for which that was too little has to be done again, waiting. With --room 0 all wait.
     """
 
-    def __init__(self, factor: float, device: torch.device):
-        self.factor, self.rows, self.slots = factor, None, None
-        self.need = torch.zeros(2, dtype=torch.int64, device=device)  # rows and slots, the most
+    def __init__(self, run: Run, mesh: Mesh, choices: int):
+        tokens = run.micro_batch * run.seq_len // mesh.cp
+        self.factor, self.most = run.room, (tokens, mesh.ep * tokens * choices)
+        self.rows = self.slots = None
+        self.need = torch.zeros(2, dtype=torch.int64, device=mesh.device)  # rows and slots
 
     def note(self, sent_P2: Tensor, received_P2: Tensor) -> tuple[int, int] | None:
         """What an exchange needs (rows and slots to each rank; from each), noted on the device.
@@ -184,7 +187,9 @@ class Room:
         if self.rows is not None and (rows > self.rows or slots > self.slots):
             self.rows = self.slots = None
             return False
-        self.rows, self.slots = (-(-int(n * self.factor) // 64) * 64 for n in (rows, slots))
+        wanted = (-(-int(n * self.factor) // 64) * 64 for n in (rows, slots))
+        if self.factor:
+            self.rows, self.slots = map(min, wanted, self.most)
         return True
 
 

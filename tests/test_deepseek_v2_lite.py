@@ -273,6 +273,33 @@ def test_factor_doubles_the_routed_output_and_leaves_the_shared(monkeypatch):
         assert one.abs().max() > 0.1
 
 
+def test_one_expert_a_token_is_scaled_and_not_renormalised():
+    """The published gate renormalises only where there is more than one to share."""
+    one = dataclasses.replace(
+        ODD, num_experts_per_tok=1, norm_topk_prob=True, routed_scaling_factor=2.5
+    )
+    (chunk,) = ours(one, run_config())
+    (gate, *_) = [layer.mlp.gate for layer in chunk.model.layers.values() if layer.sparse]
+    tokens = torch.randn(20, one.hidden_size, dtype=torch.float64)
+    weights, ids, _, _ = gate(tokens, 1, chunk.state[0], None)
+    probs = (tokens @ gate.weight.T).softmax(-1)
+    torch.testing.assert_close(weights, 2.5 * probs.gather(1, ids))
+    assert torch.equal(ids[:, 0], probs.argmax(1))
+
+
+def test_the_routing_bias_moves_choices_and_not_weights():
+    model = dataclasses.replace(ODD, norm_topk_prob=False)
+    (chunk,) = ours(model, run_config())
+    (gate, *_) = [layer.mlp.gate for layer in chunk.model.layers.values() if layer.sparse]
+    tokens = torch.randn(20, model.hidden_size, dtype=torch.float64)
+    last = range(model.num_experts - model.num_experts_per_tok, model.num_experts)
+    chunk.state[0, 1] = torch.tensor([9.0 * (e in last) for e in range(model.num_experts)])
+    weights, ids, _, _ = gate(tokens, 1, chunk.state[0], None)
+    assert set(ids.flatten().tolist()) == set(last)
+    probs = (tokens @ gate.weight.T).softmax(-1).gather(1, ids)
+    torch.testing.assert_close(weights, probs * model.routed_scaling_factor)
+
+
 def test_sequence_balance_is_deepseeks():
     """seq_aux of MoEGate: slots (T·K/E = 1) times mean probability, by sequence, their mean."""
     run_ = run_config(balance="sequence", balance_coef=1.0)
@@ -298,6 +325,15 @@ def test_router_and_rope_stay_in_fp32_in_a_bf16_model():
     exact = (tokens.double() @ gate.weight.double().T).softmax(-1).gather(-1, ids)
     assert (weights.double() - exact).abs().max() < 1e-5  # bf16 logits would be off by 1e-2
     assert ((ids // 2).sort(-1).values.diff() != 0).sum(-1).max() <= 1  # two groups of four
+
+
+def test_rotations_are_in_fp32_in_a_bf16_model():
+    """Rounded to bf16 before, far positions would be off by several percent."""
+    places = script.rope_table(ODD, torch.arange(24), torch.bfloat16)
+    x = torch.randn(1, 24, 3, ODD.qk_rope_head_dim).bfloat16()
+    got = script.rotate(x, places).double()
+    exact = script.rotate(x.double(), script.rope_table(ODD, torch.arange(24), torch.float64))
+    assert relative(got, exact) < 2.5e-3  # one rounding to bf16: 2^-9 at most
 
 
 def test_documents_do_not_see_each_other():
@@ -459,10 +495,15 @@ def test_unsupported_configs_are_refused(tmp_path):
         (dict(num_key_value_heads=2), "num_key_value_heads 2 is not supported, only 4"),
         (dict(n_routed_experts=None), "num_experts None"), (dict(q_lora_rank="8"), "rank '8'"),
         (dict(n_shared_experts=0), "n_shared_experts 0"),
-        (dict(norm_topk_prob=None), "norm_topk_prob must be given"),
+        (dict(norm_topk_prob=None), "norm_topk_prob and rope_theta must be given"),
         (dict(rope_scaling=dict(rope_type="linear", factor=2.0)), "linear is not supported"),
         (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "and original_max_position"),
         (dict(rope_scaling=base["rope_scaling"] | dict(truncate=False)), "knows no truncate"),
+        (dict(rope_scaling=base["rope_scaling"] | dict(factor="40")), "factor must be a number"),
+        (dict(rope_scaling=base["rope_scaling"] | dict(beta_fast=0)), "beta_fast must be above 0"),
+        (dict(rope_scaling=dict(factor=40.0)), "rope_scaling has no type"),
+        (dict(first_k_dense_replace="1"), "first_k_dense_replace and rope_theta must be given"),
+        (dict(routed_scaling_factor=None), "routed_scaling_factor must be a number above 0"),
     ):  # fmt: skip
         hf.write_json(tmp_path / "config.json", base | change)
         with pytest.raises(ValueError, match=said) as error:
@@ -476,7 +517,7 @@ def test_model_and_layout_that_do_not_fit_are_refused():
         (dict(qk_rope_head_dim=7), {}, "qk_rope_head_dim 7 must be even"),
         (dict(num_experts_per_tok=9), {}, "num_experts_per_tok 9 must lie between 1 and the 8"),
         ({**GROUPS, "num_experts_per_tok": 5}, {}, "num_experts_per_tok 5 .* the 4 experts"),
-        (GROUPS | dict(n_group=3), {}, "n_group 3 does not divide num_experts 8"),
+        (GROUPS | dict(n_group=3), {}, "n_group 3 must divide num_experts 8"),
         (GROUPS | dict(topk_group=5), {}, "topk_group 5 must lie between 1 and n_group 4"),
         (dict(topk_method="noaux_tc"), {}, "topk_method noaux_tc is not one of greedy, group"),
         ({}, dict(pp=2), "--pp 2 needs at least 4 layers, the model has 3"),

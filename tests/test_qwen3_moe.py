@@ -214,4 +214,4 @@ def test_router_stays_in_fp32_in_a_bf16_model():
     cos = chunk.rope.cos
     assert cos.dtype == torch.float32
     want = torch.outer(torch.arange(24.0).double(), 1e4 ** (-torch.arange(0, 24, 2).double() / 24))
-    assert (cos.double() - want.cos()).abs().max() < 1e-5
+    assert (cos[:, 0].double() - want.cos()).abs().max() < 1e-5

@@ -645,7 +645,9 @@ def test_configs_that_cannot_be_are_named(tmp_path):
         (dict(num_hidden_layers=0), "integers from 1: num_hidden_layers 0"),
         (dict(num_experts="8"), "num_experts '8'"), (dict(decoder_sparse_step=0), "_step 0"),
         (dict(norm_topk_prob=None), "norm_topk_prob and rope_theta must be given"),
-        (dict(rope_theta=None), "norm_topk_prob and rope_theta must be given"),
+        (dict(rope_theta=None), "rope_theta must be a number above 0, not None"),
+        (dict(rms_norm_eps="1e-6"), "rms_norm_eps must be a number above 0, not '1e-6'"),
+        (dict(rope_scaling=dict(factor=4.0)), "rope_scaling has no type"),
         (dict(moe_intermediate_size=None), "moe_intermediate_size None"),
     ):  # fmt: skip
         (tmp_path / "config.json").write_text(json.dumps({**base, **change}))
