@@ -10,7 +10,7 @@ train: .venv/runtime
 	$(BIN)/torchrun --nproc-per-node 1 train_qwen3_moe.py $(ARGS)
 
 test: .venv/development
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .venv/runtime: requirements.txt
 	$(PYTHON) -m venv .venv

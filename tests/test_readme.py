@@ -1,8 +1,8 @@
 """Every command of the README, run as it is written.
 
-```sh and ```python blocks run here, in order, in a copy of the project that shares this
-environment; ```bash blocks need a GPU. `make train` gets fewer steps through ARGS, and of
-`make test` only what it would run is looked at: it is what runs this.
+```sh and ```python blocks run here, two at a time, each in order, in a copy of the project that
+shares this environment; ```bash blocks need a GPU. `make train` gets fewer steps through ARGS, and
+of `make test` only what it would run is looked at: it is what runs this.
 """
 
 import math
@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -51,7 +53,16 @@ def test_every_command(project):
     out = shell("make train", project, ARGS="--steps 12 --eval-every 12 --save-every 12")
     assert "step 12/12 | loss" in out and "eval loss" in out and "sample after" in out
     assert "pytest" in shell("make -n test", project)
-    said = {command: shell(command, project) for command in commands[2:]}
+    said = {}
+
+    def run(block):
+        for line in block.splitlines():
+            command = line.split("   #")[0].strip()
+            said[command] = shell(command, project)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, blocks("sh")[1:]))
+    assert said.keys() == set(commands[2:])
     muon = [c for c in commands if "--out out/muon" in c and "train_" in c]
     assert "step 20/20" in said[muon[0]]
     assert "resumed" in said[muon[1]] and "step 21/40" in said[muon[1]]
@@ -65,7 +76,6 @@ def test_every_command(project):
 
 def test_gpu_commands_are_valid():
     """The flags of the GPU commands parse and pass the checks, on one process."""
-    import train_qwen3_moe as script
     from bench import kernels, throughput
     from common.config import check, parse
 
@@ -76,7 +86,8 @@ def test_gpu_commands_are_valid():
         if "bench.kernels" in line:
             kernels.check(kernels.parse(line.split("bench.kernels ")[1].split()))
             continue
-        flags = line.split("train_qwen3_moe.py ")[1].split()
-        run = parse(script.Config, script.FLAGS, flags)
+        name, flags = re.search(r"(train_\w+)\.py (.*)", line).groups()
+        script = import_module(name)
+        run = parse(script.Config, script.FLAGS, flags.split())
         numbers = re.findall(r"--(?:nnodes|nproc-per-node) (\d+)", line)
         check(run, math.prod(map(int, numbers)))

@@ -333,7 +333,7 @@ def wait_for_shards(out, count):
 @pytest.mark.parametrize("how", ["kill", "interrupt"])
 def test_interrupted_and_started_again(tmp_path, bpe, in_process, how):
     inputs = [tmp_path / name for name in ("a.jsonl", "b.jsonl.zst", "c.jsonl.gz")]
-    data = lines(prose(1100, 8))
+    data = lines(prose(2000, 8))
     for path, pack in zip(inputs, (bytes, zstandard.compress, gzip.compress), strict=True):
         path.write_bytes(pack(data))
     run(bpe, inputs, tmp_path / "whole", "--shard-tokens", "1")
