@@ -336,6 +336,18 @@ def test_rotations_are_in_fp32_in_a_bf16_model():
     assert relative(got, exact) < 2.5e-3  # one rounding to bf16: 2^-9 at most
 
 
+@pytest.mark.parametrize("recompute,calls", [("none", 1), ("experts", 2), ("layer", 2)])
+def test_shared_experts_are_recomputed_with_the_routed(recompute, calls, monkeypatch):
+    called, plain = [], script.Layer.shared
+    monkeypatch.setattr(
+        script.Layer, "shared", lambda self, x: called.append(self.index) or plain(self, x)
+    )
+    (chunk,) = ours(ODD, run_config(recompute=recompute))
+    run([chunk], [data()], ONE)
+    sparse = [i for i in range(ODD.num_hidden_layers) if ODD.is_sparse(i)]
+    assert sorted(called) == sorted(sparse * calls)
+
+
 def test_documents_do_not_see_each_other():
     """Case 29: positions restart for queries and for the keys that all heads share."""
     (chunk,) = ours(ODD, run_config(isolate_documents=True, seq_len=12))
