@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from bench import attention, experts, parts
-from bench.measure import WIDTHS, Meter, Rates, check_results, measure_rates, where
-from bench.throughput import ROOT, commit_of
+from bench.measure import COLUMNS, WIDTHS, Meter, Rates, measure_rates, where
+from bench.results import ROOT, check_columns, commit_of
 
 PARTS = {
     "experts": experts.rows, "loss": parts.loss, "embedding": parts.embedding,
@@ -56,7 +56,7 @@ def check(args: argparse.Namespace) -> None:
     if args.limit_s < 10:
         raise ValueError(f"--limit-s {args.limit_s:g}: must be at least 10")
     if args.results is not None:
-        check_results(args.results)
+        check_columns(args.results, COLUMNS)
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:

@@ -7,7 +7,6 @@ operands and results, each moved once. So a ratio of 1 is as fast as the device'
 copy, measured in the same run, and what a kernel can reach lies above it.
 """
 
-import csv
 import datetime
 import statistics
 import time
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from bench.results import append
 
 Call = Callable[[], object]
 
@@ -149,14 +150,7 @@ COLUMNS = (
     "date", "commit", "gpu", "torch", "triton", "kernel", "shape", "us", "floor_us", "ratio",
     "torch_us", "note",
 )  # fmt: skip
-
-
-def check_results(path: Path) -> None:
-    """Raises ValueError unless rows can be appended to `path`."""
-    if path.exists() and path.stat().st_size:
-        with open(path, newline="") as file:
-            if tuple(next(csv.reader(file))) != COLUMNS:
-                raise ValueError(f"--results {path}: its columns are others; use a new file")
+FORMS = {"us": "{:.2f}", "floor_us": "{:.2f}", "torch_us": "{:.2f}", "ratio": "{:.4g}"}
 
 
 @dataclass
@@ -202,7 +196,7 @@ class Meter:
         text += f"  torch {torch_us:9.1f} x{torch_us / us:5.2f}" if torch_us else " " * 24
         print(f"{text}  {note}".rstrip(), flush=True)
         if self.results is not None:
-            append([self.rows[-1]], self.results)
+            append([self.rows[-1]], self.results, COLUMNS, FORMS)
 
     def compare(
         self, kernel, shape, ours, theirs=None, work=NOTHING, note="", per=1
@@ -277,20 +271,6 @@ def setting(module, **values) -> Iterator[None]:
     finally:
         for name, value in kept.items():
             setattr(module, name, value)
-
-
-def append(rows: list[dict[str, Any]], path: Path) -> None:
-    """Add rows to the file, which is made, with its header, if it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists() or path.stat().st_size == 0
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if fresh:
-            writer.writeheader()
-        for row in rows:
-            shown = {k: f"{v:.4g}" if k == "ratio" else f"{v:.2f}" if isinstance(v, float) else v
-                     for k, v in row.items() if v is not None}  # fmt: skip
-            writer.writerow(shown)
 
 
 def where(commit: str) -> dict[str, str]:

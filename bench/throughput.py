@@ -12,7 +12,6 @@ the reason, and gets no number. What was measured is appended to bench/RESULTS.c
 """
 
 import argparse
-import csv
 import dataclasses
 import datetime
 import importlib
@@ -29,10 +28,10 @@ from pathlib import Path
 from types import ModuleType
 
 from bench.peers.job import MARK, Job, write
+from bench.results import ROOT, append, commit_of
 from common.config import nearest
 from common.log import peak_flops, rates
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "RESULTS.csv"
 COLUMNS = (
     "date", "commit", "gpu", "torch", "triton", "contender", "version", "model", "layers",
@@ -155,18 +154,6 @@ def row(name: str, job: Job, result: dict, flops_per_token: float, commit: str) 
 FORMS = {"step_s": "{:.4f}", "tokens_per_s": "{:.0f}", "mfu": "{:.4f}", "peak_gib": "{:.2f}"}
 
 
-def append(rows: list[dict], path: Path) -> None:
-    """Add rows to the file, which gets its header first if it is new or empty."""
-    fresh = not path.exists() or path.stat().st_size == 0
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if fresh:
-            writer.writeheader()
-        for values in rows:
-            shown = {k: FORMS.get(k, "{}").format(v) for k, v in values.items() if v is not None}
-            writer.writerow(shown)
-
-
 def table(outcomes: dict[str, dict | str], job: Job) -> str:
     """Markdown: a line a contender, the reason where there is no figure."""
     first = next((r for r in outcomes.values() if isinstance(r, dict)), None)
@@ -186,16 +173,6 @@ def table(outcomes: dict[str, dict | str], job: Job) -> str:
         figures = f"{r['step_s']:.3f} | {r['tokens_per_s']:,.0f} | {mfu} | {peak}"
         lines.append(f"| {name} | {r['version']} | {r['routing']} | {figures} | {r['note']} |")
     return "\n".join(lines)
-
-
-def commit_of(root: Path) -> str:
-    """The repository's commit, marked where files differ from it; "unknown" without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--match", "no-tag"]
-    try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -302,7 +279,8 @@ def compare(args: argparse.Namespace) -> dict[str, dict | str]:
             result = row(contender.name, own, result, flops, commit)
         outcomes[contender.name] = result
         print(f"{contender.name}: {result if isinstance(result, str) else 'done'}", flush=True)
-    append([r for r in outcomes.values() if isinstance(r, dict)], args.results)
+    measured = [r for r in outcomes.values() if isinstance(r, dict)]
+    append(measured, args.results, COLUMNS, FORMS)
     print("\n" + table(outcomes, job))
     return outcomes
 

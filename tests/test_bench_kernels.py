@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import train_qwen3_moe as qwen3
-from bench import attention, experts, kernels, measure, memory, parts, sweep
+from bench import attention, experts, kernels, memory, parts, sweep
 from bench.measure import COLUMNS, WIDTHS, Meter, Rates, Timed, Width, Work
+from bench.results import check_columns
 
 ROOT = Path(__file__).parents[1]
 SMALL = Width(8, 32, 16, 2, 64, (4, 2), (8, 8))
@@ -97,7 +98,7 @@ def test_rows_of_a_file(meter, capsys):
     assert tuple(header) == COLUMNS
     assert first == [*"dcg23", "a", "2x3", "50.00", "50.00", "1", "150.00", "n"]
     assert second == [*"dcg23", "b", "s", "100.00", "", "", "", ""]
-    measure.check_results(meter.results)
+    check_columns(meter.results, COLUMNS)
     line = capsys.readouterr().out.splitlines()[0]
     assert "1 TFLOP/s" in line and "floor     50.0 x 1.00" in line and "150.0 x 3.00" in line
 
@@ -137,8 +138,8 @@ def test_variants_put_constants_back(meter):
 def test_other_columns_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("date,commit\n")
     with pytest.raises(ValueError, match="its columns are others"):
-        measure.check_results(tmp_path / "a.csv")
-    measure.check_results(tmp_path / "none" / "b.csv")
+        check_columns(tmp_path / "a.csv", COLUMNS)
+    check_columns(tmp_path / "none" / "b.csv", COLUMNS)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import train_qwen3_moe as script
 from bench import throughput
 from bench.peers import hf, megatron, ours, pith, titan
 from bench.peers.job import MARK, Clock, Job, write
+from bench.results import append
 
 ROOT = Path(__file__).parents[1]
 SMALL = "tiny --layers 1 --seq-len 32 --micro-batch 2 --global-batch 4 --steps 10 --warmup 1"
@@ -211,8 +212,9 @@ def test_row():
 def test_append(tmp_path):
     path = tmp_path / "r.csv"
     row = dict.fromkeys(throughput.COLUMNS) | dict(step_s=1.23456, note="a, b")
-    throughput.append([row], path)
-    throughput.append([row, row], path)
+    how = throughput.COLUMNS, throughput.FORMS
+    append([row], path, *how)
+    append([row, row], path, *how)
     lines = path.read_text().splitlines()
     assert lines[0] == ",".join(throughput.COLUMNS) and len(lines) == 4
     assert lines[1] == lines[3] == "," * 14 + '1.2346,,,,"a, b"'
