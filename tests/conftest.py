@@ -6,6 +6,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("tests.small")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ from common.data import isolate
 from common.dualpipev import Exchange, Route, Tape, backward, drive, forward, pair, run
 from common.mesh import Pipe
 from common.mesh import build as build_mesh
-from tests import pool
-from tests.oracle import no_fp32, randomise, relative
+from tests import pool, small
+from tests.oracle import no_fp32, relative
 from tests.test_compile import aot_eager  # noqa: F401, a fixture
 
 CPU = torch.device("cpu")
@@ -42,28 +42,9 @@ CASES = {
     "no YaRN, all sparse": dict(rope_scaling=None, first_k_dense_replace=0),
     "two mscales": dict(rope_scaling=dataclasses.replace(YARN, mscale=0.5, mscale_all_dim=1.0)),
 }
-
-
-def run_config(**flags) -> script.Config:
-    defaults = dict(
-        dtype="fp64", compile=False, seq_len=SHAPE[1], micro_batch=2, global_batch=2,
-        balance="none", out=Path("unused"),
-    )  # fmt: skip
-    return script.Config(**{**defaults, **flags})
-
-
-def ours(model, run, n_chunks=1, seed=0):
-    """All chunks of the model on this process, every parameter random."""
-    chunks = script.build(model, run, build_mesh(run, CPU), n_chunks)
-    for chunk in chunks:
-        randomise(chunk, seed)
-    return chunks
-
-
-def data(seed=1, shape=SHAPE, vocab=71):
-    g = torch.Generator().manual_seed(seed)
-    tokens, targets = torch.randint(0, vocab, (2, *shape), generator=g)
-    return script.Batch(tokens, targets)
+run_config = partial(small.run_config, script, seq_len=SHAPE[1])
+ours = partial(small.ours, script)
+data = partial(small.data, shape=SHAPE)
 
 
 def logits_of(chunk, tokens):
@@ -562,24 +543,15 @@ SMALL = dataclasses.replace(script.TINY, num_hidden_layers=2, hidden_size=40, n_
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """The tiny preset, smaller still: a step takes some 20 ms."""
-    monkeypatch.setitem(script.MODELS, "tiny", SMALL)
-    flags = dict(
-        seq_len=32, micro_batch=2, global_batch=4, steps=6, lr=3e-3, dtype="fp32", compile=False,
-    )  # fmt: skip
-    monkeypatch.setitem(script.FLAGS, "tiny", flags)
+def tiny(monkeypatch):
+    small.shrink(monkeypatch, script, SMALL)
+
+
+records = partial(small.steps, but=("step_s", "tokens_per_s", "mfu"))
 
 
 def main(*flags):
     script.main([str(flag) for flag in flags])
-
-
-def records(out):
-    """Step records without their times."""
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    timed = ("step_s", "tokens_per_s", "mfu")
-    return [{k: v for k, v in r.items() if k not in timed} for r in found if "loss" in r]
 
 
 def loaded(directory, dtype="fp32"):
@@ -594,7 +566,7 @@ def loaded(directory, dtype="fp32"):
     return chunk
 
 
-def test_run_resumes_bit_equal_and_transformers_loads_its_checkpoint(small, tmp_path):
+def test_run_resumes_bit_equal_and_transformers_loads_its_checkpoint(tiny, tmp_path):
     """Case 24, in mid-warm-up; loss falls, the files are transformers' own."""
     flags = ("--warmup", 8, "--steps", 12, "--save-every", 6)
     main("--out", tmp_path / "whole", *flags)
@@ -616,7 +588,7 @@ def test_run_resumes_bit_equal_and_transformers_loads_its_checkpoint(small, tmp_
 
 
 @pytest.mark.parametrize("original", [True, False])
-def test_a_model_of_transformers_is_the_start_of_a_run(small, tmp_path, original):
+def test_a_model_of_transformers_is_the_start_of_a_run(tiny, tmp_path, original):
     """Experts one by one, and fused; --init-from gives its loss; a lost expert is named."""
     (chunk,) = ours(SMALL, run_config(dtype="fp32", seq_len=32))
     theirs = oracle(SMALL, torch.float32, chunk)
@@ -676,53 +648,20 @@ def test_imported_tensors_are_exported_unchanged(tmp_path):
 
 @pytest.mark.gpu
 def test_gpu_gradients_are_within_twice_the_eager_bf16_error():
-    """The whole model, compiled, library kernels: against float64 and next to eager bf16."""
     model = dataclasses.replace(
         ODD, hidden_size=128, kv_lora_rank=64, q_lora_rank=48, qk_nope_head_dim=128,
         qk_rope_head_dim=64, v_head_dim=128, moe_intermediate_size=64, max_position_embeddings=128,
     )  # fmt: skip
-    batch, results = data(shape=(2, 128)), {}
-    where = {"exact": ("fp64", "cpu"), "eager": ("bf16", "cpu"), "gpu": ("bf16", "cuda")}
-    for key, (dtype, device) in where.items():
-        cfg = run_config(dtype=dtype, compile=device == "cuda", seq_len=128, force_balance="stride")
-        mesh = build_mesh(cfg, torch.device(device))
-        chunks = script.build(model, cfg, mesh)
-        for chunk in chunks:
-            randomise(chunk, scale=0.1)
-        here = script.Batch(batch.tokens.to(device), batch.targets.to(device))
-        optimizer = script.build_optimizer(chunks, cfg, mesh)
-        t = script.Trainer(model, cfg, mesh, chunks, optimizer, None)
-        loss = script.gradients(t, [here], 256)
-        grads = {n: p.main_grad.double().cpu() for n, p in script.named_parameters(chunks)}
-        results[key] = {"loss": loss.double().cpu(), **grads}
-    for name, exact in results["exact"].items():
-        error = {k: (results[k][name] - exact).norm() / exact.norm() for k in ("eager", "gpu")}
-        assert error["gpu"] <= 2 * error["eager"] + 2e-3, (name, error)
+    small.gradients_are_within_twice_the_eager_error(script, model)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [{}, dict(recompute="layer")])
 def test_gpu_trains_and_nothing_waits_between_first_forward_and_last_backward(flags):
-    """Compiled bf16 on the GPU; torch raises at any synchronising call inside the step's passes."""
     sizes = dict(hidden_size=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
     model = dataclasses.replace(script.TINY, moe_intermediate_size=128, **sizes)
     cfg = run_config(
         dtype="bf16", compile=True, seq_len=256, micro_batch=2, global_batch=8, lr=3e-3, **flags
     )
-    mesh = build_mesh(cfg, torch.device("cuda", 0))
-    chunks = script.build(model, cfg, mesh)
-    loader = script.Loader(("stdlib",), cfg.seq_len, model.vocab_size, cfg.seed)
-    optimizer = script.build_optimizer(chunks, cfg, mesh)
-    t = script.Trainer(model, cfg, mesh, chunks, optimizer, loader)
-    losses = [script.train_step(t, step)["loss"] for step in range(1, 21)]
-    assert losses[-1] < losses[0] - 1
-    batches, valid = t.batches.take(8)
-    batches = script.to_device(batches, t.mesh)
-    t.optimizer.zero_grad()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        loss = script.gradients(t, batches, valid)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert 0 < loss.item() < losses[0]
+    t = small.trainer(script, cfg, model, torch.device("cuda", 0))
+    small.nothing_waits_between_first_forward_and_last_backward(script, t)

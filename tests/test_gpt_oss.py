@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import math
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -20,8 +20,9 @@ from common import checkpoint, hf, mxfp4
 from common.dualpipev import drive, run
 from common.mesh import build as build_mesh
 from kernels.experts import ClampedSwiGLU, _activate
-from tests import pool
-from tests.oracle import no_fp32, on_disk, randomise, relative
+from tests import pool, small
+from tests.oracle import no_fp32, on_disk, relative
+from tests.small import steps
 
 ODD = script.Model(  # head_dim ≠ hidden / heads, 2·width ≠ hidden; YaRN bends two pairs of twelve
     vocab_size=71, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
@@ -42,22 +43,9 @@ CASES = {
 CPU = torch.device("cpu")
 ONE = torch.ones((), dtype=torch.float64)
 SHAPE = (2, 40)  # sequences, tokens: ten windows, and far beyond YaRN's original context
-
-
-def run_config(**flags) -> script.Config:
-    defaults = dict(
-        dtype="fp64", compile=False, seq_len=SHAPE[1], micro_batch=2, global_batch=2,
-        balance="none", out=Path("unused"),
-    )  # fmt: skip
-    return script.Config(**{**defaults, **flags})
-
-
-def ours(model, cfg, n_chunks=1, seed=0):
-    """All chunks of the model on this rank, every parameter random, also biases and sinks."""
-    chunks = script.build(model, cfg, build_mesh(cfg, CPU), n_chunks)
-    for chunk in chunks:
-        randomise(chunk, seed)
-    return chunks
+run_config = partial(small.run_config, script, seq_len=SHAPE[1])
+ours = partial(small.ours, script)
+data = partial(small.data, shape=SHAPE)
 
 
 def published(chunk, take=lambda p: p.data):
@@ -86,11 +74,6 @@ def oracle(model, dtype, chunk) -> GptOssForCausalLM:
         parameters.pop(name).data.copy_(tensor)
     assert not parameters, parameters.keys()
     return theirs
-
-
-def data(seed=1, shape=SHAPE, vocab=71):
-    g = torch.Generator().manual_seed(seed)
-    return script.Batch(*torch.randint(0, vocab, (2, *shape), generator=g))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -559,18 +542,12 @@ def test_a_missing_tensor_is_named(lost, tmp_path):
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """The tiny preset, smaller still."""
+def tiny(monkeypatch):
     model = dataclasses.replace(
         script.TINY, num_hidden_layers=2, layer_types=script.ALTERNATE, hidden_size=32, head_dim=12,
         intermediate_size=32, sliding_window=8,
     )  # fmt: skip
-    monkeypatch.setitem(script.MODELS, "tiny", model)
-    flags = dict(
-        seq_len=32, micro_batch=2, global_batch=4, steps=6, lr=3e-3, dtype="fp32", compile=False,
-        save_every=3,
-    )  # fmt: skip
-    monkeypatch.setitem(script.FLAGS, "tiny", flags)
+    small.shrink(monkeypatch, script, model, save_every=3)
     return model
 
 
@@ -578,17 +555,10 @@ def main(*flags):
     script.main([str(flag) for flag in flags])
 
 
-def steps(out):
-    """Step records without their times and memory."""
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    timed = ("step_s", "tokens_per_s", "mfu", "mem_gib")
-    return [{k: v for k, v in r.items() if k not in timed} for r in records if "loss" in r]
-
-
 @pytest.mark.parametrize("flags", [
     "", "--mxfp4 --optimizer muon --bias-update-rate 0.01 --isolate-documents",
 ])  # fmt: skip
-def test_resumed_run_is_bit_equal(small, tmp_path, flags):
+def test_resumed_run_is_bit_equal(tiny, tmp_path, flags):
     """Case 24, also where the files are rounded to MXFP4: masters are not."""
     flags = flags.split()
     main("--out", tmp_path / "whole", *flags)
@@ -606,7 +576,7 @@ def test_resumed_run_is_bit_equal(small, tmp_path, flags):
 
 
 def test_a_run_starts_from_files_of_both_formats_and_transformers_loads_what_it_saves(
-    small, tmp_path, capsys
+    tiny, tmp_path, capsys
 ):
     main("--out", tmp_path / "a", "--mxfp4", "--steps", 3)
     start = tmp_path / "a" / "step-00000003"
@@ -692,25 +662,7 @@ def test_gpu_gradients_are_within_twice_the_eager_bf16_error():
         ODD, hidden_size=136, head_dim=64, intermediate_size=72, sliding_window=16,
         swiglu_limit=7.0, max_position_embeddings=128,
     )  # fmt: skip
-    batch = data(shape=(2, 128))
-    results = {}
-    where = {"exact": ("fp64", "cpu"), "eager": ("bf16", "cpu"), "gpu": ("bf16", "cuda")}
-    for key, (dtype, device) in where.items():
-        compiled = dict(dtype=dtype, compile=device == "cuda")
-        cfg = run_config(seq_len=128, force_balance="stride", **compiled)
-        mesh = build_mesh(cfg, torch.device(device))
-        chunks = script.build(model, cfg, mesh)
-        for chunk in chunks:
-            randomise(chunk, scale=0.1)
-        optimizer = script.build_optimizer(chunks, cfg, mesh)
-        t = script.Trainer(model, cfg, mesh, chunks, optimizer, None)
-        here = script.Batch(batch.tokens.to(device), batch.targets.to(device))
-        loss = script.gradients(t, [here], 256)
-        grads = {n: p.main_grad.double().cpu() for n, p in script.named_parameters(chunks)}
-        results[key] = {"loss": loss.double().cpu(), **grads}
-    for name, exact in results["exact"].items():
-        error = {k: (results[k][name] - exact).norm() / exact.norm() for k in ("eager", "gpu")}
-        assert error["gpu"] <= 2 * error["eager"] + 2e-3, (name, error)
+    small.gradients_are_within_twice_the_eager_error(script, model)
 
 
 @pytest.mark.gpu
@@ -720,11 +672,6 @@ def test_gpu_trains_compiled_and_as_a_cuda_graph(flags):
     sizes = dict(hidden_size=256, head_dim=64, intermediate_size=128)
     model = dataclasses.replace(script.TINY, **sizes)
     cfg = run_config(dtype="bf16", compile=True, seq_len=256, global_batch=8, lr=3e-3, **flags)
-    mesh = build_mesh(cfg, torch.device("cuda", 0))
-    chunks = script.build(model, cfg, mesh)
-    loader = script.Loader(("stdlib",), 256, 257, 0)
-    optimizer = script.build_optimizer(chunks, cfg, mesh)
-    t = script.Trainer(model, cfg, mesh, chunks, optimizer, loader)
-    losses = [script.train_step(t, step)["loss"] for step in range(1, 21)]
-    assert losses[-1] < losses[0] - 1
+    t = small.trainer(script, cfg, model, torch.device("cuda", 0))
+    small.trains_down(script, t)
     assert (t.replay is not None and t.replay.graph is not None) != cfg.isolate_documents

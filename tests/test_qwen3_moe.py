@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as hf_file
 import train_qwen3_moe as script
 from common.dualpipev import drive
 from common.mesh import build as build_mesh
-from tests.oracle import no_fp32, randomise, relative
+from tests import small
+from tests.oracle import no_fp32, relative
 
 ODD = script.Model(  # head_dim ≠ hidden / heads, 2·width ≠ hidden: no transpose can hide
     vocab_size=71, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
@@ -31,29 +32,10 @@ CASES = {
 }
 CPU = torch.device("cpu")
 SHAPE = (2, 24)  # sequences, tokens
-
-
-def run_config(**flags) -> script.Config:
-    defaults = dict(
-        dtype="fp64", compile=False, seq_len=SHAPE[1], micro_batch=2, global_batch=2,
-        balance="none", out=Path("unused"),
-    )  # fmt: skip
-    return script.Config(**{**defaults, **flags})
-
-
-def ours(model, run, n_chunks=1, seed=0):
-    """All chunks of the model on this process, every parameter random."""
-    chunks = script.build(model, run, build_mesh(run, CPU), n_chunks)
-    for chunk in chunks:
-        randomise(chunk, seed)
-    return chunks
-
-
-def a_trainer(run, chunks, loader=None):
-    """As main builds it, but for what a test needs not."""
-    mesh = build_mesh(run, chunks[0].rope.cos.device)
-    optimizer = script.build_optimizer(chunks, run, mesh)
-    return script.Trainer(chunks[0].arch, run, mesh, chunks, optimizer, loader)
+run_config = partial(small.run_config, script, seq_len=SHAPE[1])
+ours = partial(small.ours, script)
+a_trainer = partial(small.a_trainer, script)
+data = partial(small.data, shape=SHAPE)
 
 
 def table_of(chunks, run, skipped=False):
@@ -81,12 +63,6 @@ def oracle(model: script.Model, dtype: torch.dtype, chunk) -> Qwen3MoeForCausalL
 
 def fused(name: str) -> str:
     return name + "_proj" if ".experts." in name else name
-
-
-def data(seed=1, shape=SHAPE, vocab=71):
-    g = torch.Generator().manual_seed(seed)
-    tokens, targets = torch.randint(0, vocab, (2, *shape), generator=g)
-    return script.Batch(tokens, targets)
 
 
 @pytest.mark.parametrize("case", CASES)

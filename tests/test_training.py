@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from common.mesh import build as build_mesh
 from common.mesh import spread_layers
 from common.optim import decays
 from common.tokens import write_tokens
+from tests import small
 from tests.oracle import randomise, relative
+from tests.small import steps
 from tests.test_qwen3_moe import ODD, a_trainer, data, ours, run_config, table_of
 
 CPU = torch.device("cpu")
@@ -28,24 +31,15 @@ SMALL = dataclasses.replace(script.TINY, num_hidden_layers=2, hidden_size=40, he
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """The tiny preset, smaller still: a step takes some 20 ms."""
-    monkeypatch.setitem(script.MODELS, "tiny", SMALL)
-    flags = dict(
-        seq_len=32, micro_batch=2, global_batch=4, steps=6, lr=3e-3, dtype="fp32", compile=False,
-    )  # fmt: skip
-    monkeypatch.setitem(script.FLAGS, "tiny", flags)
+def tiny(monkeypatch):
+    small.shrink(monkeypatch, script, SMALL)
 
 
 def metrics(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def steps(out):
-    """Step records without their times and memory."""
-    timed = ("step_s", "tokens_per_s", "mfu", "mem_gib")
-    records = [r for r in metrics(out) if "loss" in r]
-    return [{k: v for k, v in r.items() if k not in timed} for r in records]
+trainer = partial(small.trainer, script, model=SMALL)
 
 
 def main(*flags):
@@ -57,7 +51,7 @@ def main(*flags):
 # ------------------------------------------------------------------------------------------------
 
 
-def test_run_logs_evaluates_saves_and_transformers_loads_it(small, tmp_path, capsys):
+def test_run_logs_evaluates_saves_and_transformers_loads_it(tiny, tmp_path, capsys):
     every = ("--eval-every", 6, "--save-every", 6)
     main("--out", tmp_path, "--steps", 12, *every, "--sample-tokens", 5)
     records = steps(tmp_path)
@@ -92,7 +86,7 @@ def test_run_logs_evaluates_saves_and_transformers_loads_it(small, tmp_path, cap
     "", "--optimizer muon --bias-update-rate 0.01 --schedule cosine",
     "--force-balance random --moments bf16", "--data DOCUMENTS --isolate-documents",
 ])  # fmt: skip
-def test_resumed_run_is_bit_equal(small, tmp_path, flags):
+def test_resumed_run_is_bit_equal(tiny, tmp_path, flags):
     """Case 24: loss, rate, data, moments; in mid-warm-up, and where an epoch ends (12 samples)."""
     documents(tmp_path / "documents", samples=12 + 1)
     flags = flags.replace("DOCUMENTS", str(tmp_path / "documents")).split()
@@ -117,7 +111,7 @@ def documents(path, samples, seq_len=32):
     write_tokens(path, tokens.numpy(), meta)
 
 
-def test_every_flag_of_the_step_reaches_it(small, tmp_path):
+def test_every_flag_of_the_step_reaches_it(tiny, tmp_path):
     """Three steps against torch.optim.AdamW, clip_grad_norm_ and lr_at, with no flag at its
     default; the order of samples, the schedule and what is kept follow their flags too."""
     flags = dict(
@@ -155,7 +149,7 @@ def test_every_flag_of_the_step_reaches_it(small, tmp_path):
             torch.testing.assert_close(saved.read(hf_name), view, rtol=1e-11, atol=1e-13)
 
 
-def test_a_finished_run_is_not_trained_again_and_another_model_is_refused(small, tmp_path, capsys):
+def test_a_finished_run_is_not_trained_again_and_another_model_is_refused(tiny, tmp_path, capsys):
     main("--out", tmp_path, "--steps", 2, "--save-every", 2)
     main("--out", tmp_path, "--steps", 2, "--save-every", 2)
     assert len(steps(tmp_path)) == 2
@@ -163,7 +157,7 @@ def test_a_finished_run_is_not_trained_again_and_another_model_is_refused(small,
         main("--out", tmp_path, "--layers", 1)
 
 
-def test_eval_only_and_init_from(small, tmp_path, capsys):
+def test_eval_only_and_init_from(tiny, tmp_path, capsys):
     main("--out", tmp_path / "a", "--save-every", 6, "--eval-every", 6)
     said = capsys.readouterr().out.split("eval loss ")[1].split()[0]
     main("--out", tmp_path / "a", "--eval-only")
@@ -185,7 +179,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_bad_flags_are_one_line_before_any_model(small, tmp_path, flags, monkeypatch):
+def test_bad_flags_are_one_line_before_any_model(tiny, tmp_path, flags, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(script, "build", None)  # nothing may be built
     with pytest.raises(SystemExit, match=BAD[flags]) as error:
@@ -193,7 +187,7 @@ def test_bad_flags_are_one_line_before_any_model(small, tmp_path, flags, monkeyp
     assert "\n" not in str(error.value) and not (tmp_path / "o").exists()
 
 
-def test_a_run_directory_is_no_model(small, tmp_path):
+def test_a_run_directory_is_no_model(tiny, tmp_path):
     main("--out", tmp_path / "a", "--steps", 2, "--save-every", 2)
     with pytest.raises(SystemExit, match="a run's directory, not a model's: use .*step-00000002"):
         main("--out", tmp_path / "b", "--init-from", tmp_path / "a")
@@ -391,11 +385,6 @@ def test_routing_bias_moves_choices_not_weights():
     torch.testing.assert_close(weights, probs / probs.sum(-1, keepdim=True))
 
 
-def trainer(cfg, model=SMALL, device=CPU):
-    loader = script.Loader(("stdlib",), cfg.seq_len, model.vocab_size, cfg.seed)
-    return a_trainer(cfg, script.build(model, cfg, build_mesh(cfg, device)), loader)
-
-
 def test_non_finite_step_is_skipped_and_counted():
     """Case 8: weights, moments and routers stay as they were, and the next step goes on."""
     t = trainer(run_config(dtype="fp32", seq_len=32, global_batch=4, bias_update_rate=0.1))
@@ -477,7 +466,7 @@ def test_config_written_by_a_checkpoint_reads_back(tmp_path):
     assert json.dumps(to_json(run_config(out=tmp_path)))
 
 
-def test_randomised_weights_train_down_in_every_option(small, tmp_path):
+def test_randomised_weights_train_down_in_every_option(tiny, tmp_path):
     """Each value of each choice runs a step and gives a finite loss."""
     for i, flags in enumerate((
         "--optimizer muon --moments bf16", "--recompute layer --balance sequence",
@@ -501,50 +490,23 @@ def test_randomise_is_used_by_the_oracle_on_every_parameter():
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [{}, dict(recompute="layer", balance="sequence")])
 def test_gpu_trains_and_nothing_waits_between_first_forward_and_last_backward(flags):
-    """Compiled bf16 on the GPU; torch raises at any synchronising call inside the step's passes."""
     sizes = dict(hidden_size=256, head_dim=64, moe_intermediate_size=128)
     model = dataclasses.replace(script.TINY, **sizes)
     cfg = run_config(
         dtype="bf16", compile=True, seq_len=256, micro_batch=2, global_batch=8, lr=3e-3, **flags
     )
-    t = trainer(cfg, model, torch.device("cuda", 0))
-    losses = [script.train_step(t, step)["loss"] for step in range(1, 21)]
-    assert losses[-1] < losses[0] - 1
-    batches, valid = t.batches.take(8)
-    batches = script.to_device(batches, t.mesh)
-    t.optimizer.zero_grad()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        loss = script.gradients(t, batches, valid)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert 0 < loss.item() < losses[0]
+    t = trainer(cfg, model=model, device=torch.device("cuda", 0))
+    small.nothing_waits_between_first_forward_and_last_backward(script, t)
 
 
 @pytest.mark.gpu
 def test_gpu_gradients_are_within_twice_the_eager_bf16_error():
-    """The whole model, compiled, library kernels: against float64 and next to eager bf16."""
     model = dataclasses.replace(ODD, hidden_size=128, head_dim=64, moe_intermediate_size=64)
-    batch = data(shape=(2, 128))
-    results = {}
-    where = {"exact": ("fp64", "cpu"), "eager": ("bf16", "cpu"), "gpu": ("bf16", "cuda")}
-    for key, (dtype, device) in where.items():
-        cfg = run_config(dtype=dtype, compile=device == "cuda", seq_len=128, force_balance="stride")
-        chunks = script.build(model, cfg, build_mesh(cfg, torch.device(device)))
-        for chunk in chunks:
-            randomise(chunk, scale=0.1)
-        here = script.Batch(batch.tokens.to(device), batch.targets.to(device))
-        loss = script.gradients(a_trainer(cfg, chunks), [here], 256)
-        grads = {n: p.main_grad.double().cpu() for n, p in script.named_parameters(chunks)}
-        results[key] = {"loss": loss.double().cpu(), **grads}
-    for name, exact in results["exact"].items():
-        error = {k: (results[k][name] - exact).norm() / exact.norm() for k in ("eager", "gpu")}
-        assert error["gpu"] <= 2 * error["eager"] + 2e-3, (name, error)
+    small.gradients_are_within_twice_the_eager_error(script, model)
 
 
 @pytest.mark.gpu
-def test_gpu_deterministic_runs_are_bit_equal(small, tmp_path):
+def test_gpu_deterministic_runs_are_bit_equal(tiny, tmp_path):
     try:
         for name in "ab":
             main("--out", tmp_path / name, "--dtype", "bf16", "--deterministic", "--compile")
@@ -621,7 +583,7 @@ def test_z_loss_is_the_mean_square_of_the_log_sum():
     assert relative(aux.detach(), want.detach()) < 1e-12
 
 
-def test_eval_only_leaves_the_run_as_it_is(small, tmp_path):
+def test_eval_only_leaves_the_run_as_it_is(tiny, tmp_path):
     main("--out", tmp_path, "--steps", 4, "--save-every", 2)
     shutil.rmtree(tmp_path / "step-00000004")
     before = {p: p.read_bytes() for p in tmp_path.glob("*.json*")}
@@ -631,7 +593,7 @@ def test_eval_only_leaves_the_run_as_it_is(small, tmp_path):
         main("--out", tmp_path / "nowhere", "--eval-only")
 
 
-def test_fewer_layers_of_a_published_model(small, tmp_path):
+def test_fewer_layers_of_a_published_model(tiny, tmp_path):
     main("--out", tmp_path / "a", "--steps", 1, "--save-every", 1)
     source = tmp_path / "a" / "step-00000001"
     main("--out", tmp_path / "b", "--init-from", source, "--layers", 1, "--steps", 1)
@@ -657,7 +619,7 @@ def test_configs_that_cannot_be_are_named(tmp_path):
     assert script.model_of(run_config(model_config=tmp_path)).head_dim == 64 // 4
 
 
-def test_bad_token_in_mid_run_is_one_line(small, tmp_path):
+def test_bad_token_in_mid_run_is_one_line(tiny, tmp_path):
     documents(tmp_path / "d", samples=13)
     shard = tmp_path / "d" / "00000.bin"
     ids = bytearray(shard.read_bytes())
@@ -678,7 +640,8 @@ def test_replayed_micro_batches_are_the_same(together, micro_batches):
             global_batch=2 * micro_batches, micro_batch=2, force_balance="random", cuda_graph=graph,
         )  # fmt: skip
         sizes = dict(hidden_size=256, head_dim=64, moe_intermediate_size=128)
-        t = trainer(cfg, dataclasses.replace(script.TINY, **sizes), torch.device("cuda", 0))
+        model = dataclasses.replace(script.TINY, **sizes)
+        t = trainer(cfg, model=model, device=torch.device("cuda", 0))
         shown = [script.train_step(t, step) for step in (1, 2, 3)]
         assert (t.replay is not None) == graph
         if graph:
