@@ -31,6 +31,9 @@ def can_replay(run: Run, mesh: Mesh) -> bool:
     return run.cuda_graph and alone and run.dtype == "bf16" and not run.isolate_documents
 
 
+COPIED = "tokens", "targets", "numbers"  # what of a batch the graph reads from its own copy
+
+
 @dataclass
 class Replay:
     """Takes micro-batches through `chunks` and back, `count` together (--wgrad-batch).
@@ -44,6 +47,7 @@ class Replay:
     warm: bool = False
     graph: torch.cuda.CUDAGraph | None = None
     batches: list[Batch] = field(default_factory=list)  # the graph's own
+    loss_grad: Tensor | None = None  # likewise, one for all
     losses: list[Tensor] = field(default_factory=list)
     nbytes: int = 0  # of the graph's pool, which torch's count of allocated memory leaves out
 
@@ -62,22 +66,19 @@ class Replay:
     def replay(self, batches: Sequence[Batch], loss_grad: Tensor) -> list[Tensor]:
         if self.graph is None:
             self.record(batches, loss_grad)
+        self.loss_grad.copy_(loss_grad)
         for mine, given in zip(self.batches, batches, strict=True):
-            for name in ("tokens", "targets", "numbers", "loss_grad"):
+            for name in COPIED:
                 getattr(mine, name).copy_(getattr(given, name))
         self.graph.replay()
         return [loss.clone() for loss in self.losses]
 
     def record(self, batches: Sequence[Batch], loss_grad: Tensor) -> None:
         """Raises RuntimeError if something in the model makes the host wait."""
-        loss_grad = loss_grad.clone()  # one for all, as the schedule has it
+        self.loss_grad = loss_grad.clone()
         self.batches = [
-            Batch(
-                *(x.clone() for x in (b.tokens, b.targets)),
-                numbers=b.numbers.clone(),
-                loss_grad=loss_grad,
-            )
-            for b in batches  # fmt: skip
+            Batch(**{name: getattr(b, name).clone() for name in COPIED}, loss_grad=self.loss_grad)
+            for b in batches
         ]
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.empty_cache()
@@ -85,7 +86,7 @@ class Replay:
         try:  # other threads read data and write checkpoints meanwhile
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.losses = run_schedule(
-                    self.chunks, self.batches, loss_grad, wgrad_batch=self.count
+                    self.chunks, self.batches, self.loss_grad, wgrad_batch=self.count
                 )
         except RuntimeError as error:
             hint = "could not record the micro-batches as a CUDA graph; try --no-cuda-graph"
