@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import tyro
 
 from common.dualpipev import Action, schedule
+from common.mesh import crossing_of
 
 
 @dataclass(frozen=True)
@@ -34,25 +35,6 @@ def cost(action: Action, F: float = 1, B: float = 2, W: float = 1, FB: float = 3
     return F if action.f else B - W * action.hold
 
 
-def needs(pp: int, rank: int, action: Action) -> list[tuple[str, int, int]]:
-    """What must be there before `action` starts: (kind, chunk of 2·pp, micro-batch)."""
-    out = []
-    if action.f:
-        chunk, m = whole(pp, rank, action.f[0]), action.f[1]
-        out += [("f", chunk - 1, m)] if chunk else []
-    if action.b:
-        chunk, m = whole(pp, rank, action.b[0]), action.b[1]
-        out += [("f", chunk, m)] if chunk == 2 * pp - 1 else [("b", chunk + 1, m)]
-    if action.w:
-        out += [("b", whole(pp, rank, action.w[0]), action.w[1])]
-    return out
-
-
-def whole(pp: int, rank: int, chunk: int) -> int:
-    """Number among all 2·pp chunks of a rank's chunk 0 or 1: the V goes down and up again."""
-    return rank if chunk == 0 else 2 * pp - 1 - rank
-
-
 def simulate(pp: int, micro_batches: int, **costs: float) -> list[Span]:
     """When each rank runs each of its actions, transfers taking no time.
 
@@ -66,15 +48,15 @@ def simulate(pp: int, micro_batches: int, **costs: float) -> list[Span]:
     while any(queues):
         moved = False
         for rank, queue in enumerate(queues):
-            while queue and all(key in done for key in needs(pp, rank, queue[0])):
+            while queue:
+                makes, needs = crossing_of(pp, rank, queue[0])
+                if not all(key in done for key in needs):
+                    break
                 action = queue.pop(0)
-                ready = [done[key] for key in needs(pp, rank, action)]
-                start = max([free[rank], *ready])
+                start = max([free[rank], *(done[key] for key in needs)])
                 free[rank] = end = start + cost(action, **costs)
                 spans.append(Span(rank, action, start, end))
-                for kind, what in (("f", action.f), ("b", action.b)):
-                    if what:
-                        done[kind, whole(pp, rank, what[0]), what[1]] = end
+                done |= dict.fromkeys(makes, end)
                 moved = True
         if not moved:
             raise ValueError(f"pp {pp}, {micro_batches} micro-batches: deadlock")

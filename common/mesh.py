@@ -10,9 +10,12 @@ ranks, an expert's over the dp * cp / ep ranks that hold it.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.config import Run
-from common.dualpipev import schedule
+from common.dualpipev import Action, schedule
 
 
 @dataclass(frozen=True)
@@ -193,13 +196,44 @@ class Room:
         return True
 
 
-def transfers(pp: int, rank: int, micro_batches: int, train: bool, down: bool) -> Iterator[tuple]:
-    """What `rank` sends to the next rank (`down`) or the one before: ("f" or "b", chunk, m), ..."""
-    for action in schedule(pp, rank, micro_batches):
-        if action.f and action.f[0] == (0 if down else 1):
-            yield "f", *action.f
-        if train and action.b and action.b[0] == (1 if down else 0):
-            yield "b", *action.b
+def place(pp: int, rank: int, chunk: int) -> int:
+    """Number among the model's 2·pp chunks of a rank's chunk 0 or 1: the V goes down and up."""
+    return rank if chunk == 0 else 2 * pp - 1 - rank
+
+
+def crossing_of(pp: int, rank: int, action: Action, train: bool = True) -> tuple[list, list]:
+    """What an action makes, and what it needs of other chunks: ("f" or "b", place of its maker, m).
+
+    Activations come from the chunk before, gradients (when training) from the one behind.
+    """
+    makes, needs = [], []
+    for kind, what, step in (("f", action.f, -1), ("b", train and action.b, 1)):
+        if what:
+            here, m = place(pp, rank, what[0]), what[1]
+            makes.append((kind, here, m))
+            needs += [(kind, here + step, m)] if 0 <= here + step < 2 * pp else []
+    return makes, needs
+
+
+@cache
+def timetable(pp: int, micro_batches: int, train: bool) -> dict[tuple[str, int, int], int]:
+    """The round in which each of all that `crossing_of` names is made, in order.
+
+    In a round every rank takes its next action, if what that needs was made in earlier ones.
+    """
+    queues = [deque(schedule(pp, rank, micro_batches)) for rank in range(pp)]
+    made: dict[tuple[str, int, int], int] = {}
+    for now in count():
+        new, left = [], sum(map(len, queues))
+        for rank, queue in enumerate(queues):
+            makes, needs = crossing_of(pp, rank, queue[0], train) if queue else ([], [None])
+            if all(key in made for key in needs):
+                new += makes
+                queue.popleft()
+        assert sum(map(len, queues)) < left, "the ranks wait for each other"
+        made |= dict.fromkeys(new, now)
+        if not any(queues):
+            return made
 
 
 class Pipe:
@@ -207,9 +241,14 @@ class Pipe:
 
     `down[i]` and `up[i]` are groups of the pipeline's ranks i and i + 1 (`ranks`: their global
     numbers). Each carries one direction only, so that sends and receives never queue behind each
-    other; receives are posted in the order of the other side's schedule, one ahead of need. At
-    the turn of the V both chunks are on one rank, and a tensor is only handed over.
+    other. Before an action all receives are posted whose tensors are made in earlier rounds of the
+    timetable, in the sender's order; of later ones none, as the device would wait for them with
+    all that waits for the device: a kernel that is loaded or tuned, memory that is given back. With
+    these no rank waits for what waits for it. At the turn of the V both chunks are on one rank,
+    and a tensor is only handed over.
     """
+
+    AHEAD = 4  # sends under way before the next waits for the oldest
 
     def __init__(self, rank: int, ranks: Sequence[int], down: dict, up: dict, like: Tensor):
         self.rank, self.pp, self.like = rank, len(ranks), like
@@ -219,21 +258,17 @@ class Pipe:
 
     def start(self, micro_batches: int, train: bool) -> None:
         """Begin a run: nothing is left of the last one."""
-        self.coming: dict[bool, Iterator[tuple]] = {}
+        self.rounds = timetable(self.pp, micro_batches, train)
+        self.coming: dict[bool, deque[tuple]] = {}
         self.posted: dict[tuple, tuple[Any, Tensor]] = {}
         self.handed: dict[tuple, Tensor] = {}
-        self.sending: list[tuple[Any, Tensor]] = []
+        self.sending: deque[tuple[Any, Tensor]] = deque()
         for down, (_, group) in self.source.items():
             if group is not None:
                 sender = self.rank + (-1 if down else 1)
-                self.coming[down] = transfers(self.pp, sender, micro_batches, train, down)
-                self._post(down)
-
-    def _post(self, down: bool) -> None:
-        key = next(self.coming[down], None)
-        if key is not None:
-            buffer = torch.empty_like(self.like)
-            self.posted[key] = self._launch(dist.irecv, buffer, *self.source[down]), buffer
+                first, second = (place(self.pp, sender, chunk) for chunk in (0, 1))
+                kinds = {("f", first), ("b", second)} if down else {("f", second), ("b", first)}
+                self.coming[down] = deque(key for key in self.rounds if key[:2] in kinds)
 
     @staticmethod
     def _launch(op: Callable, tensor: Tensor, peer: int, group: Any) -> Any:
@@ -246,10 +281,14 @@ class Pipe:
         down = (kind == "f") == (chunk == 0)
         if self.source[down][1] is None:
             return self.handed.pop((kind, chunk, m))
-        while (kind, chunk, m) not in self.posted:
-            self._post(down)
-        self._post(down)
-        work, buffer = self.posted.pop((kind, chunk, m))
+        here = place(self.pp, self.rank, chunk)
+        now = self.rounds[kind, here, m]
+        for way, keys in self.coming.items():
+            while keys and self.rounds[keys[0]] < now:
+                buffer = torch.empty_like(self.like)
+                work = self._launch(dist.irecv, buffer, *self.source[way])
+                self.posted[keys.popleft()] = work, buffer
+        work, buffer = self.posted.pop((kind, here - 1 if kind == "f" else here + 1, m))
         work.wait()
         return buffer
 
@@ -260,8 +299,9 @@ class Pipe:
             self.handed[kind, 1 - chunk, m] = tensor
             return
         tensor = tensor.contiguous()
-        self.sending = [item for item in self.sending if not item[0].is_completed()]
         self.sending.append((self._launch(dist.isend, tensor, peer, group), tensor))
+        if len(self.sending) > self.AHEAD:
+            self.sending.popleft()[0].wait()
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""

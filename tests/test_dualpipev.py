@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 import train_qwen3_moe as script
-from bench.schedule import simulate, whole
+from bench.schedule import simulate
 from common.dualpipev import Exchange, Route, Tape, backward, drive, forward, pair, run, schedule
-from common.mesh import Pipe
+from common.mesh import Pipe, place
 from tests.test_qwen3_moe import ODD, data, ours, run_config
 
 hand_over = Pipe(0, [0], {}, {}, None)  # one rank with both chunks
@@ -203,13 +203,13 @@ def test_dependencies_and_bubble(pp, micro_batches):
     for span in spans:
         for kind, what in (("f", span.action.f), ("b", span.action.b)):
             if what:
-                ends[kind, whole(pp, span.rank, what[0]), what[1]] = span.end
+                ends[kind, place(pp, span.rank, what[0]), what[1]] = span.end
     for span in spans:
         if span.action.f:
-            chunk, m = whole(pp, span.rank, span.action.f[0]), span.action.f[1]
+            chunk, m = place(pp, span.rank, span.action.f[0]), span.action.f[1]
             assert chunk == 0 or ends["f", chunk - 1, m] <= span.start
         if span.action.b:
-            chunk, m = whole(pp, span.rank, span.action.b[0]), span.action.b[1]
+            chunk, m = place(pp, span.rank, span.action.b[0]), span.action.b[1]
             before = ("f", chunk, m) if chunk == 2 * pp - 1 else ("b", chunk + 1, m)
             assert ends[before] <= span.start
     makespan = max(span.end for span in spans)
