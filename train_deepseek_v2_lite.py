@@ -44,7 +44,7 @@ from common.config import Run, check, lr_at, parse, to_json
 from common.data import IGNORE, Batch, Loader, Prefetch, read_batches, to_device
 from common.dualpipev import Counts, Defer, Exchange, Route, Steps
 from common.dualpipev import run as run_schedule
-from common.graph import Replay, can_replay
+from common.graph import replay_for
 from common.lifecycle import announce, load_weights, named_parameters, resume, save, show_sample
 from common.lifecycle import close as close_run
 from common.log import Log, Profiler, Stop, figures
@@ -825,7 +825,7 @@ class Trainer:
             like = torch.empty(shape, dtype=DTYPES[run.dtype], device=mesh.device)
             self.pipe = Pipe(mesh.pp_rank, mesh.pipeline, mesh.down, mesh.up, like)
         self.room = Room(run, mesh, self.model.num_experts_per_tok) if mesh.ep > 1 else None
-        self.replay = Replay(self.chunks, run.wgrad_batch) if can_replay(run, mesh) else None
+        self.replay = replay_for(run, mesh, self.chunks, self.pipe)
 
 
 def gradients(
@@ -850,7 +850,8 @@ def gradients(
 
     if t.replay is not None:
         losses = t.replay(batches, loss_grad)
-        finished(0)
+        for chunk in range(len(t.chunks)):
+            finished(chunk)
     else:
         losses = run_schedule(
             t.chunks, batches, loss_grad, pipe=t.pipe, around=around, finished=finished,

@@ -81,7 +81,7 @@ class Run:
     compile: bool = True
     """torch.compile the segments between two exchanges."""
     cuda_graph: bool = True
-    """Record micro-batches as a CUDA graph, where pp, cp and ep are 1 (bf16, on a GPU)."""
+    """Record micro-batches and their exchanges as a CUDA graph (bf16, on a GPU, no documents)."""
     recompute: Literal["none", "experts", "layer"] = "none"
     """What the backward computes again to save memory; of communication only the ring of --cp."""
     wgrad_batch: int = 1

@@ -1,16 +1,18 @@
 """Micro-batches as a CUDA graph: recorded once, then replayed by one call of the host.
 
-Where no rank waits for another inside a micro-batch (pp = cp = ep = 1), every size is known
-beforehand and nothing synchronises. At a few thousand tokens a micro-batch the host then takes
-longer to launch the kernels than the GPU to run them: 650 ms of a step of 706 (one H200, Qwen3
-width, 6 layers, 16 micro-batches of 4,096 tokens), while the GPU computed for 647.
+At a few thousand tokens a micro-batch the host takes longer to launch the kernels than the GPU to
+run them: 650 ms of a step of 706 (one H200, Qwen3 width, 6 layers, 16 micro-batches of 4,096
+tokens), while the GPU computed for 647. With exchanges the host is later still, and what it has not
+launched cannot hide them.
 
-The graph holds fixed addresses: of the parameters and of the flat gradients, which never move, of
-its own copies of the batches, and of the activations, in a pool of its own.
+Without pipeline the graph holds --wgrad-batch micro-batches, else the schedule of a whole step,
+exchanges included: NCCL's are recorded like kernels, and with room reserved (mesh.Room) their sizes
+are known beforehand. It holds fixed addresses: of the parameters and of the flat gradients, which
+never move, of its own copies of the batches, and of the activations, in a pool of its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,30 +23,23 @@ from common.data import Batch
 from common.dualpipev import run as run_schedule
 from common.mesh import Mesh
 
-
-def can_replay(run: Run, mesh: Mesh) -> bool:
-    """Whether micro-batches can be recorded: all alike, with nothing the host must know.
-
-    Documents give each micro-batch sizes of its own; in fp32 experts are a loop of the host.
-    """
-    alone = mesh.pp * mesh.cp * mesh.ep == 1 and mesh.device.type == "cuda"
-    return run.cuda_graph and alone and run.dtype == "bf16" and not run.isolate_documents
-
-
 COPIED = "tokens", "targets", "numbers"  # what of a batch the graph reads from its own copy
 
 
 @dataclass
 class Replay:
-    """Takes micro-batches through `chunks` and back, `count` together (--wgrad-batch).
+    """Takes micro-batches through `chunks` and back, `count` together.
 
     The first `count` are run as they are, so that all is compiled; the next are recorded; from
-    then on they are replayed. What is left over is run as it is.
+    then on they are replayed. What is left over is run as it is, and so is what waits for its
+    sizes; where more or less room is reserved than was recorded, this begins anew.
     """
 
     chunks: Sequence[Any]
     count: int
+    pipe: Any = None  # mesh.Pipe, where there is more than one chunk
     warm: bool = False
+    sizes: tuple | None = None  # the room
     graph: torch.cuda.CUDAGraph | None = None
     batches: list[Batch] = field(default_factory=list)  # the graph's own
     loss_grad: Tensor | None = None  # likewise, one for all
@@ -53,15 +48,23 @@ class Replay:
 
     def __call__(self, batches: Sequence[Batch], loss_grad: Tensor) -> list[Tensor]:
         """The losses (scalars), as dualpipev.run returns them; gradients are added to main_grad."""
-        losses = []
+        losses, room = [], batches[0].room
+        sizes = None if room is None else (room.rows, room.slots)
+        if sizes != self.sizes:
+            self.sizes, self.warm, self.nbytes = sizes, False, 0
+            self.graph, self.losses = None, []
         for first in range(0, len(batches), self.count):
             part = batches[first : first + self.count]
             if self.warm and len(part) == self.count:
                 losses += self.replay(part, loss_grad)
             else:
-                losses += run_schedule(self.chunks, part, loss_grad, wgrad_batch=self.count)
-                self.warm = True
+                losses += self.run(part, loss_grad)
+                self.warm = sizes != (None, None)
         return losses
+
+    def run(self, batches: Sequence[Batch], loss_grad: Tensor) -> list[Tensor]:
+        how = dict(pipe=self.pipe, wgrad_batch=self.count)
+        return run_schedule(self.chunks, batches, loss_grad, **how)
 
     def replay(self, batches: Sequence[Batch], loss_grad: Tensor) -> list[Tensor]:
         if self.graph is None:
@@ -77,19 +80,32 @@ class Replay:
         """Raises RuntimeError if something in the model makes the host wait."""
         self.loss_grad = loss_grad.clone()
         self.batches = [
-            Batch(**{name: getattr(b, name).clone() for name in COPIED}, loss_grad=self.loss_grad)
+            replace(
+                b, loss_grad=self.loss_grad, **{name: getattr(b, name).clone() for name in COPIED}
+            )
             for b in batches
         ]
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
-        try:  # other threads read data and write checkpoints meanwhile
+        try:  # other threads read data, write checkpoints and watch over exchanges meanwhile
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.losses = run_schedule(
-                    self.chunks, self.batches, self.loss_grad, wgrad_batch=self.count
-                )
+                self.losses = self.run(self.batches, self.loss_grad)
         except RuntimeError as error:
             hint = "could not record the micro-batches as a CUDA graph; try --no-cuda-graph"
             raise RuntimeError(hint) from error
         self.nbytes = torch.cuda.memory_reserved() - before
         torch.cuda.reset_peak_memory_stats()
+
+
+def replay_for(run: Run, mesh: Mesh, chunks: Sequence[Any], pipe: Any) -> Replay | None:
+    """None where the micro-batches cannot be recorded: not all alike, or the host must know more.
+
+    Documents give each micro-batch sizes of its own; in fp32 experts are a loop of the host; with
+    --room 0 it waits for the numbers of rows.
+    """
+    known = not run.isolate_documents and (mesh.ep == 1 or run.room > 0)
+    if not (run.cuda_graph and mesh.device.type == "cuda" and run.dtype == "bf16" and known):
+        return None
+    whole = run.global_batch // (run.micro_batch * mesh.dp)
+    return Replay(chunks, run.wgrad_batch if pipe is None else whole, pipe)

@@ -162,9 +162,10 @@ class Room:
     """What is reserved for exchanges, so that the host need not wait for the number of their rows.
 
     rows: to each rank, and slots: at each rank, both for every exchange of a step; None in the
-    first step, which waits for its numbers. Afterwards it is --room times the most that the last
-    step needed anywhere, but no more than can come: all tokens (of `choices` experts each). A step
-    for which that was too little has to be done again, waiting. With --room 0 all wait.
+    first step, which waits for its numbers. Afterwards it is --room times the most that this step
+    needed anywhere, but no more than can come: all tokens (of `choices` experts each). A step that
+    needs more has to be done again, waiting, and sets it anew; so does one that would need less
+    than half, as what was recorded (common/graph.py) holds for one size. With --room 0 all wait.
     """
 
     def __init__(self, run: Run, mesh: Mesh, choices: int):
@@ -191,8 +192,9 @@ class Room:
             self.rows = self.slots = None
             return False
         wanted = (-(-int(n * self.factor) // 64) * 64 for n in (rows, slots))
-        if self.factor:
-            self.rows, self.slots = map(min, wanted, self.most)
+        wanted = rows, slots = tuple(map(min, wanted, self.most))
+        if self.factor and (self.rows is None or 2 * rows < self.rows or 2 * slots < self.slots):
+            self.rows, self.slots = wanted
         return True
 
 

@@ -69,10 +69,10 @@ def script_of(run):
     return sys.modules[type(run).__module__]
 
 
-def trainer(run, mesh):
+def trainer(run, mesh, sizes=SCRIPTS):
     """What main builds, of a small model."""
     script = script_of(run)
-    small = SCRIPTS[script.SCRIPT]
+    small = sizes[script.SCRIPT]
     layers = run.layers or small["num_hidden_layers"]
     model = dataclasses.replace(script.TINY, **{**small, "num_hidden_layers": layers})
     chunks = script.build(model, run, mesh)
@@ -176,6 +176,59 @@ def shapes(name, layers):
     run = config(name, layers=layers)
     chunks = trainer(run, build_mesh(run, torch.device("cpu"))).chunks
     return {name: p.shape for name, p in script.named_parameters(chunks)}
+
+
+# ------------------------------------------------------------------------------------------------
+# On GPUs
+# ------------------------------------------------------------------------------------------------
+
+GPU_SIZES = {  # for the library's attention and the Triton kernels
+    "train_qwen3_moe": dict(
+        hidden_size=256, head_dim=64, moe_intermediate_size=128, num_hidden_layers=4
+    ),
+    "train_gpt_oss": dict(
+        hidden_size=256, head_dim=64, intermediate_size=128, sliding_window=32, num_hidden_layers=4
+    ),
+    "train_deepseek_v2_lite": dict(
+        hidden_size=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
+        moe_intermediate_size=128, num_hidden_layers=4,
+    ),
+}  # fmt: skip
+
+
+def train_on_gpus(rank, world, flags):
+    """Five steps; the records, whether a graph was recorded, and this rank's weights."""
+    run = config(**flags)
+    script, t = script_of(run), trainer(run, build_mesh(run, torch.device("cuda", rank)), GPU_SIZES)
+    records = [script.train_step(t, step) for step in range(1, 6)]
+    weights = [p.detach().cpu() for _, p in script.named_parameters(t.chunks)]
+    return records, t.replay is not None and t.replay.graph is not None, weights
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("axis", ["ep", "pp", "cp"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_two_gpus_recorded_and_not(name, axis):
+    """With exchanges in a CUDA graph and without: same bits. In fp32 as on one GPU."""
+    common = dict(script=name, seq_len=128, lr=1e-3)
+    flags = dict(common, dtype="bf16", deterministic=True, **{axis: 2})
+    runs = [
+        pool.run(2, train_on_gpus, dict(flags, cuda_graph=graph), backend="nccl")
+        for graph in (True, False)
+    ]
+    for (records, recorded, weights), (want, not_recorded, exact) in zip(*runs, strict=True):
+        assert recorded and not not_recorded
+        for a, b in zip(records, want, strict=True):
+            assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+        assert all(torch.equal(a, b) for a, b in zip(weights, exact, strict=True))
+    one, two = (
+        pool.run(n, train_on_gpus, dict(common, dtype="fp32", **own), backend="nccl")
+        for n, own in ((1, {}), (2, {axis: 2}))
+    )
+    for a, b in zip(two[0][0], one[0][0], strict=True):
+        for key in ("loss", "grad_norm"):
+            assert a[key] == pytest.approx(b[key], rel=1e-4), key
 
 
 # ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from common import checkpoint, hf
 from common.config import to_json
 from common.data import isolate
 from common.dualpipev import Tape, backward, drive, forward, pair, run
-from common.graph import can_replay
+from common.graph import Replay, replay_for
 from common.mesh import build as build_mesh
 from common.mesh import spread_layers
 from common.optim import decays
@@ -652,11 +653,45 @@ def test_replayed_micro_batches_are_the_same(together, micro_batches):
     assert all(torch.equal(a, b) for a, b in zip(said[0][1], said[1][1], strict=True))
 
 
-def test_only_what_nothing_waits_in_is_replayed():
+def test_what_is_recorded_and_how_much_at_once():
     here = build_mesh(run_config(), CPU)
-    there = dataclasses.replace(here, device=torch.device("cuda"))
-    assert can_replay(run_config(dtype="bf16"), there)
-    assert not can_replay(run_config(dtype="bf16"), here)
-    assert not can_replay(run_config(dtype="bf16"), dataclasses.replace(there, ep=2))
-    for wrong in (dict(dtype="fp32"), dict(isolate_documents=True), dict(cuda_graph=False)):
-        assert not can_replay(run_config(**dict(dtype="bf16") | wrong), there)
+    there = dataclasses.replace(here, device=torch.device("cuda"), dp=2)
+    flags = dict(dtype="bf16", micro_batch=2, global_batch=24, wgrad_batch=3)
+
+    def replay(mesh=there, pipe=None, **other):
+        return replay_for(run_config(**flags | other), mesh, [], pipe)
+
+    assert replay().count == 3
+    assert replay(pipe="a pipe").count == 6  # all of the step
+    two = dataclasses.replace(there, ep=2)
+    assert replay(two, pipe="a pipe").pipe == "a pipe"
+    wrong = dict(dtype="fp32"), dict(isolate_documents=True), dict(cuda_graph=False)
+    assert not any(replay(**other) for other in wrong)
+    assert replay(here) is None and replay(two, room=0.0) is None
+    assert replay(room=0.0).count == 3
+
+
+def test_a_recording_begins_anew_when_other_sizes_are_reserved(monkeypatch):
+    """What waits for its sizes is never recorded; of new ones the first are run as they are."""
+    done = []
+    monkeypatch.setattr(Replay, "run", lambda self, batches, grad: done.append("run") or [])
+
+    def replayed(self, batches, grad):
+        done.append("record" if self.graph is None else "replay")
+        self.graph = "a graph"
+        return []
+
+    monkeypatch.setattr(Replay, "replay", replayed)
+    room, replay = SimpleNamespace(rows=None, slots=None), Replay([], 2)
+    for rows, micro_batches, want in (
+        (None, 4, ["run", "run"]),
+        (64, 5, ["run", "record", "run"]),
+        (64, 2, ["replay"]),
+        (128, 4, ["run", "record"]),
+        (None, 4, ["run", "run"]),
+        (128, 2, ["run"]),
+    ):
+        done.clear()
+        room.rows = room.slots = rows
+        replay([SimpleNamespace(room=room)] * micro_batches, None)
+        assert done == want, rows
