@@ -76,12 +76,15 @@ def test_every_command(project):
 
 def test_gpu_commands_are_valid():
     """The flags of the GPU commands parse and pass the checks, on one process."""
-    from bench import kernels, throughput
+    from bench import kernels, overlap, throughput
     from common.config import check, parse
 
     for line in "".join(blocks("bash")).splitlines():
         if "bench.throughput" in line:
             assert throughput.parse(line.split("bench.throughput ")[1].split())
+            continue
+        if "bench.overlap" in line:
+            assert overlap.parse(line.split("bench.overlap ")[1].split())
             continue
         if "bench.kernels" in line:
             kernels.check(kernels.parse(line.split("bench.kernels ")[1].split()))

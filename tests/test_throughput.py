@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import train_qwen3_moe as script
-from bench import throughput
+from bench import overlap, throughput
 from bench.peers import hf, megatron, ours, pith, titan
 from bench.peers.job import MARK, Clock, Job, write
 from bench.results import append
+from common.mesh import Mesh
 
 ROOT = Path(__file__).parents[1]
 SMALL = "tiny --layers 1 --seq-len 32 --micro-batch 2 --global-batch 4 --steps 10 --warmup 1"
@@ -91,7 +92,7 @@ def test_ours_and_transformers(tmp_path, capsys, monkeypatch):
     assert [r["contender"] for r in rows] == ["ours", "transformers"]
     for r in rows:
         assert tuple(r) == throughput.COLUMNS
-        assert (r["gpu"], r["mfu"], r["peak_gib"]) == ("cpu", "", "")
+        assert (r["gpu"], r["gpus"], r["mfu"], r["peak_gib"]) == ("cpu", "1", "", "")
         assert r["torch"] == torch.__version__ and r["model"] == "qwen3_moe tiny"
         shape = [int(r[k]) for k in ("layers", "seq_len", "micro_batch", "micro_batches", "steps")]
         assert shape == [1, 32, 2, 2, 10]
@@ -114,6 +115,10 @@ def test_ours_and_transformers(tmp_path, capsys, monkeypatch):
         ("--flag recomput=layer", "--flag recomput=layer: use KEY=VALUE, KEY a flag of the script; "
          "did you mean recompute?"),
         ("--flag layers=3", "--flag layers: it is the same for all; use its own flag"),
+        ("--gpus 0", "--gpus 0: must be at least 1"),
+        ("--gpus 2 --flag ep=3", "--ep 3: must divide dp * cp = 2 * 1; use 1, 2"),
+        ("--gpus 2 --flag pp=2 --layers 3 --global-batch 32",
+         "--pp 2 needs at least 4 layers, the model has 3"),
     ],
 )  # fmt: skip
 def test_mistakes(flags, said):
@@ -129,7 +134,8 @@ def test_missing_script(monkeypatch):
 
 
 def test_absent(tmp_path, monkeypatch):
-    none, there = Namespace(pith=None, megatron=tmp_path, titan=None, transformers=True), {}
+    given = dict(pith=None, megatron=tmp_path, titan=None, transformers=True)
+    none, there = Namespace(**given, gpus=1), {}
     for contender in throughput.CONTENDERS:
         there[contender.name] = throughput.absent(contender, none)
     assert there["ours"] is None and there["transformers"] is None
@@ -137,8 +143,71 @@ def test_absent(tmp_path, monkeypatch):
     assert there["megatron-lm"] == f"{tmp_path} has no pretrain_gpt.py"
     (tmp_path / "pretrain_gpt.py").touch()
     assert throughput.absent(throughput.CONTENDERS[2], none) is None
+    two = [throughput.absent(c, Namespace(**given, gpus=2)) for c in throughput.CONTENDERS]
+    assert two == [None] + ["measured on one GPU only"] * 4
     monkeypatch.setattr(throughput.importlib.util, "find_spec", lambda name: None)
     assert throughput.absent(throughput.CONTENDERS[4], none) == "transformers cannot be imported"
+
+
+def test_two_processes(tmp_path, capsys, monkeypatch):
+    """Through torchrun: one row, of both; rank 0's trace, which bench.overlap can read."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    results = tmp_path / "results.csv"
+    flags = f"{SMALL} --gpus 2 --flag ep=2 --trace --out {tmp_path} --results {results}"
+    throughput.main(flags.split())
+    (row,) = csv.DictReader(results.read_text().splitlines())
+    assert (row["gpu"], row["gpus"], row["note"]) == ("cpu", "2", "ep=2")
+    assert float(row["tokens_per_s"]) == pytest.approx(128 / float(row["step_s"]), rel=0.02)
+    out, log = capsys.readouterr().out, (tmp_path / "ours.log").read_text()
+    assert "fp32 on 2 x cpu, torch" in out
+    assert "| transformers | | | | | | | not run: measured on one GPU only |" in out
+    assert log.count("step ") == 11 and log.count(MARK) == 1  # rank 0's alone
+    names = {event["name"] for event in overlap.read(tmp_path / ours.TRACE)}
+    assert {"data", "optimizer"} <= names
+
+
+PLANTED = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise RuntimeError("planted on rank 1")
+time.sleep(60)  # as a rank does that waits for the other
+"""
+
+
+def test_one_rank_fails(tmp_path, monkeypatch):
+    """Its error is shown, and not torchrun's wrapper; nothing waits for the other rank."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    job = dataclasses.replace(job_for(gpus=2, out=str(tmp_path)), script="planted")
+    said = throughput.run(throughput.CONTENDERS[0], job, 100)
+    assert said == f"failed: RuntimeError: planted on rank 1, see {tmp_path}/ours.log"
+    assert "ChildFailedError" in (tmp_path / "ours.log").read_text()
+
+
+def test_more_gpus_than_there_are(monkeypatch):
+    monkeypatch.setattr(throughput.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(throughput.torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(SystemExit) as caught:
+        throughput.main("tiny --gpus 8".split())
+    assert caught.value.code == "error: --gpus 8: this machine has 4"
+
+
+def test_slowest_rank_and_largest_peak(monkeypatch):
+    """What `gather` makes of this rank's figures, and of another's."""
+    other = torch.tensor([7.0, 1.0, 5.0])
+
+    def all_reduce(tensor, op):
+        assert op == torch.distributed.ReduceOp.MAX
+        tensor.copy_(tensor.maximum(other))
+
+    monkeypatch.setattr(ours.dist, "all_reduce", all_reduce)
+    mesh = Mesh(0, 2, 1, 2, 1, 1, torch.device("cpu"))
+    for peak_gib, most in ((6.0, 7.0), (None, None)):  # None: on a CPU
+        clock = Clock(job_for())
+        clock.step_s, clock.peak_gib = [3.0, 4.0], peak_gib
+        ours.gather(clock, mesh)
+        assert (clock.step_s, clock.peak_gib) == ([3.0, 5.0], most)
 
 
 # A contender's process
@@ -170,10 +239,35 @@ def test_process_fails(text, said, tmp_path, monkeypatch):
     assert out == f"failed: {said}, see {tmp_path}/megatron-lm.log"
 
 
-def test_process_hangs(tmp_path, monkeypatch):
-    """It and its children are ended."""
+SUMMARY = """
+[rank0]: RuntimeError: Connection closed by peer
+{before}
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Failures:
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  traceback : {cause}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "cause", "said"),
+    [
+        ("", "Traceback (most recent call last):\n    ValueError: boom", "ValueError: boom"),
+        ("", "Signal 9 (SIGKILL) received by PID 7", "Signal 9 (SIGKILL) received by PID 7"),
+        ("ModuleNotFoundError: No module named 'x'", "To enable traceback see: https://x",
+         "ModuleNotFoundError: No module named 'x'"),
+    ],
+)  # fmt: skip
+def test_error_of_several_ranks(before, cause, said):
+    assert throughput.last_error(SUMMARY.format(before=before, cause=cause), 1) == said
+
+
+def hangs(text, tmp_path, monkeypatch):
+    """Runs `text`, which writes a child's number to $PID, until its time is over: so is both's."""
     pid = tmp_path / "pid"
-    out = run_shell(f"sleep 60 & echo $! > {pid}; wait", tmp_path, monkeypatch, timeout_s=1)
+    out = run_shell(f"PID={pid}\n{text}", tmp_path, monkeypatch, timeout_s=1)
     assert out.startswith("failed: no end after 1 s")
     for _ in range(100):
         status = Path(f"/proc/{pid.read_text().strip()}/stat")
@@ -181,6 +275,19 @@ def test_process_hangs(tmp_path, monkeypatch):
             return
         time.sleep(0.05)
     raise AssertionError("the child lives")
+
+
+def test_process_hangs(tmp_path, monkeypatch):
+    """It and its children are ended, also if they will not."""
+    hangs("sleep 60 & echo $! > $PID; wait", tmp_path, monkeypatch)
+    monkeypatch.setattr(throughput, "GRACE_S", 0.2)
+    hangs("trap '' TERM\nsleep 60 & echo $! > $PID; wait", tmp_path, monkeypatch)
+
+
+def test_torchrun_can_end_its_processes(tmp_path, monkeypatch):
+    """They are in sessions of their own, out of our reach: it has to be asked."""
+    text = "setsid sleep 60 & echo $! > $PID; trap 'kill $(cat $PID); exit 1' TERM; wait"
+    hangs(text, tmp_path, monkeypatch)
 
 
 def test_others_go_on(tmp_path, monkeypatch, capsys):
@@ -193,7 +300,7 @@ def test_others_go_on(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="failed: ours"):
         throughput.main([*SMALL.split(), "--transformers", "--results", str(results)])
     assert "| ours | | | | | | | failed: ValueError: boom, see log |" in capsys.readouterr().out
-    assert [line.split(",")[5] for line in results.read_text().splitlines()[1:]] == ["transformers"]
+    assert [line.split(",")[6] for line in results.read_text().splitlines()[1:]] == ["transformers"]
 
 
 # Figures
@@ -207,6 +314,11 @@ def test_row():
     assert (row["step_s"], row["tokens_per_s"], row["steps"]) == (2.0, 64.0, 3)
     assert row["mfu"] == pytest.approx(64e12 / 989e12)
     assert throughput.row("ours", job_for(), result, 1e12, "abc")["mfu"] is None  # fp32
+    eight = throughput.row("ours", job_for(dtype="bf16", gpus=8), result, 1e12, "abc")
+    assert (eight["tokens_per_s"], eight["gpus"]) == (64.0, 8)
+    assert eight["mfu"] == pytest.approx(64e12 / (8 * 989e12))
+    said = throughput.table({"ours": eight}, job_for(dtype="bf16", gpus=8)).splitlines()[0]
+    assert said.endswith("2 micro-batches of 2, bf16 on 8 x NVIDIA H200, torch 2.11")
 
 
 def test_append(tmp_path):
@@ -217,7 +329,7 @@ def test_append(tmp_path):
     append([row, row], path, *how)
     lines = path.read_text().splitlines()
     assert lines[0] == ",".join(throughput.COLUMNS) and len(lines) == 4
-    assert lines[1] == lines[3] == "," * 14 + '1.2346,,,,"a, b"'
+    assert lines[1] == lines[3] == "," * 15 + '1.2346,,,,"a, b"'
 
 
 def test_clock():
@@ -234,7 +346,8 @@ def test_clock():
 
 
 def test_our_config():
-    run = ours.config(script, job_for(flags={"recompute": "layer"}))
+    run, model = ours.config(script, job_for(flags={"recompute": "layer"}))
+    assert model == TWO_LAYERS
     assert (run.force_balance, run.recompute, run.dtype) == ("random", "layer", "fp32")
     with pytest.raises(ValueError, match="--recompute all"):
         ours.config(script, job_for(flags={"recompute": "all"}))

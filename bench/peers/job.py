@@ -25,7 +25,7 @@ class Job:
 
     `model` is the Hugging Face config of the widths, layers included; `script` and `preset` name
     ours. `flags` change our script's flags, `extra` are one peer's own arguments, appended to its
-    command line where it has one. `checkout` is the peer's source.
+    command line where it has one. `checkout` is the peer's source. `trace`: one step more, traced.
     """
 
     script: str
@@ -33,7 +33,8 @@ class Job:
     layers: int
     seq_len: int
     micro_batch: int  # sequences
-    global_batch: int  # sequences
+    global_batch: int  # sequences, of all GPUs
+    gpus: int = 1  # processes
     steps: int = 12  # timed
     warmup: int = 3  # not timed
     dtype: str = "bf16"
@@ -42,15 +43,17 @@ class Job:
     flags: dict[str, Any] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
     checkout: str | None = None
+    trace: bool = False
     out: str = "out/throughput"
 
     @property
     def micro_batches(self) -> int:
+        """Of one step, over all GPUs."""
         return self.global_batch // self.micro_batch
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Of one step, over all GPUs."""
         return self.global_batch * self.seq_len
 
 
@@ -79,12 +82,14 @@ class Clock:
     """Times steps from outside, the device idle at both ends; warm-up steps are not kept.
 
     The peak of memory is the largest over the timed steps, also if a step resets the allocator's.
+    Of several ranks, which end a step together, only the first prints.
     """
 
     def __init__(self, job: Job):
         self.job, self.done = job, 0
         self.step_s: list[float] = []
         self.peak_gib: float | None = None
+        self.rank0 = os.environ.get("RANK", "0") == "0"
 
     def step(self, function: Callable, *args) -> Any:
         """Call `function`, one step."""
@@ -103,7 +108,8 @@ class Clock:
             if cuda:
                 peak = torch.cuda.max_memory_allocated() / 2**30
                 self.peak_gib = max(peak, self.peak_gib or 0)
-        print(f"step {self.done}: {time.perf_counter() - begin:.3f} s", flush=True)
+        if self.rank0:
+            print(f"step {self.done}: {time.perf_counter() - begin:.3f} s", flush=True)
         return result
 
     def run(self, function: Callable[[int], Any]) -> None:
@@ -123,7 +129,8 @@ def report(clock: Clock, *, version: str, routing: str, note: str = "") -> None:
         step_s=clock.step_s, peak_gib=clock.peak_gib, version=version, routing=routing, note=note,
         gpu=gpu, torch=torch.__version__, triton=triton,
     )  # fmt: skip
-    print("\n" + MARK + json.dumps(result), flush=True)
+    # With its line's end in one write: another rank's may come in between.
+    print(f"\n{MARK}{json.dumps(result)}\n", end="", flush=True)
 
 
 def rope_theta(model: dict[str, Any]) -> float:
