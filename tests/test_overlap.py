@@ -37,6 +37,7 @@ EVENTS = [
     event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 1085, 2),
     event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 1083, 2),
     event("cpu_op", "nccl:all_reduce", 1000, 500),
+    event("cpu_op", "cudaStreamSynchronize", 1005, 30),
     event("gpu_user_annotation", "nccl:all_reduce", 1000, 500),
     dict(ph="M", name="process_name", pid=1, args={}),
     dict(ph="i", name="Record Window End", ts=5000),
@@ -78,6 +79,13 @@ def test_two_of_a_kind_at_once():
     o = overlap.analyse(events)
     assert o.exchanges == {"SendRecv": overlap.Exchange(2, 15, 12)}
     assert (o.span_us, o.compute_us, o.alone_us, o.idle_us) == (15, 12, 3, 0)
+
+
+def test_one_inside_another():
+    events = [event("kernel", "a", 0, 10), event("kernel", "b", 2, 3)]
+    assert overlap.analyse([*events, event("kernel", "NCCL_x", 6, 2)]) == overlap.Overlap(
+        10, 10, 0, 0, {"NCCL_x": overlap.Exchange(1, 2, 2)}
+    )
 
 
 def test_no_exchange_or_nothing_else():
