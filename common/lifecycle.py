@@ -163,10 +163,12 @@ def show_sample(trainer: Any, log: Log) -> None:
 def close(trainer: Any, log: Log) -> None:
     """Close what threads and other processes work on; exits with status 1 if a save failed.
 
-    A process group that is left to the interpreter's end may abort it.
+    A process group that is left to the interpreter's end may abort it, and to end it waits for
+    ever for a CUDA graph that has recorded its exchanges (NCCL's commDestroySync).
     """
     trainer.batches.close()
     log.close()
+    trainer.replay = None
     if dist.is_initialized():
         dist.destroy_process_group()
     if trainer.saver.error:

@@ -9,6 +9,7 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -215,6 +216,15 @@ def test_slowest_rank_and_largest_peak(monkeypatch):
         clock.step_s, clock.peak_gib = [3.0, 4.0], peak_gib
         ours.gather(clock, mesh)
         assert (clock.step_s, clock.peak_gib) == ([3.0, 5.0], most)
+
+
+def test_close_lets_the_graph_go_before_the_process_group(monkeypatch):
+    trainer = Namespace(batches=Mock(), saver=Mock(error=None), replay=object())
+    seen = []
+    monkeypatch.setattr(ours.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(ours.dist, "destroy_process_group", lambda: seen.append(trainer.replay))
+    ours.close(trainer, ours.Log(None, {}))
+    assert seen == [None]
 
 
 # A contender's process
