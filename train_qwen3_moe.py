@@ -546,7 +546,8 @@ def build(model: Model, run: Config, mesh: Mesh, n_chunks: int | None = None) ->
     """
     if n_chunks is None:
         n_chunks = 2 * mesh.pp if mesh.pp * mesh.ep > 1 and model.num_hidden_layers > 1 else 1
-    spans = spread_layers(model.num_hidden_layers, n_chunks)
+    head = model.hidden_size * model.vocab_size / active_parameters(model)
+    spans = spread_layers(model.num_hidden_layers, n_chunks, head)
     if mesh.pp > 1:
         spans = [spans[mesh.pp_rank], spans[-1 - mesh.pp_rank]]
     chunks: list[Chunk] = []
@@ -707,9 +708,7 @@ def gradients(
             bucket.reduce()
 
     if t.replay is not None:
-        losses = t.replay(batches, loss_grad)
-        for chunk in range(len(t.chunks)):
-            finished(chunk)
+        losses = t.replay(batches, loss_grad, finished)
     else:
         losses = run_schedule(
             t.chunks, batches, loss_grad, pipe=t.pipe, around=around, finished=finished,

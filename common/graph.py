@@ -11,7 +11,7 @@ are known beforehand. It holds fixed addresses: of the parameters and of the fla
 never move, of its own copies of the batches, and of the activations, in a pool of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,8 +46,13 @@ class Replay:
     losses: list[Tensor] = field(default_factory=list)
     nbytes: int = 0  # of the graph's pool, which torch's count of allocated memory leaves out
 
-    def __call__(self, batches: Sequence[Batch], loss_grad: Tensor) -> list[Tensor]:
-        """The losses (scalars), as dualpipev.run returns them; gradients are added to main_grad."""
+    def __call__(
+        self, batches: Sequence[Batch], loss_grad: Tensor, finished: Callable[[int], None]
+    ) -> list[Tensor]:
+        """The losses (scalars), as dualpipev.run returns them; gradients are added to main_grad.
+
+        `finished(chunk)` is called behind all, as what it does is not to be recorded.
+        """
         losses, room = [], batches[0].room
         sizes = None if room is None else (room.rows, room.slots)
         if sizes != self.sizes:
@@ -60,6 +65,8 @@ class Replay:
             else:
                 losses += self.run(part, loss_grad)
                 self.warm = sizes != (None, None)
+        for chunk in range(len(self.chunks)):
+            finished(chunk)
         return losses
 
     def run(self, batches: Sequence[Batch], loss_grad: Tensor) -> list[Tensor]:

@@ -133,9 +133,9 @@ def model_of(run, mesh):
 
 
 def test_layers_experts_and_buckets_by_hand():
-    """9 layers over 8 chunks: one each, the fourth chunk two. Rank 37 is stage 2, expert rank 5."""
+    """9 layers over 8 chunks: one each, the second chunk two. Rank 37 is stage 2, expert rank 5."""
     got = on_rank(37, 64, model_of, **LARGE)
-    assert got["layers"] == [2, 6] and got["ends"] == [(False, False)] * 2
+    assert got["layers"] == [3, 6] and got["ends"] == [(False, False)] * 2
     assert got["first_expert"] == 10 and got["stacks"] == {2}
     dense, routed = got["owners"][0::2], got["owners"][1::2]
     assert [(owner, owners) for owner, owners, *_ in dense] == [(5, 16)] * 2  # of its stage
@@ -150,7 +150,7 @@ def test_layers_experts_and_buckets_by_hand():
     assert pipe.source == {True: (21, mesh.down[1]), False: (53, mesh.up[2])}
     for rank, layers, ends in (
         (15, [0, 8], [(True, False), (False, True)]),  # stage 0: embedding and head
-        (16, [1, 7], [(False, False)] * 2), (48, [3, 4, 5], [(False, False)] * 2),
+        (16, [1, 2, 7], [(False, False)] * 2), (48, [4, 5], [(False, False)] * 2),
     ):  # fmt: skip
         there = on_rank(rank, 64, model_of, **LARGE)
         assert (there["layers"], there["ends"]) == (layers, ends)

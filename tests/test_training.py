@@ -1,6 +1,7 @@
 """The whole script in one process: steps, routing options, evaluation, checkpoints, bad flags."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 from functools import partial
@@ -454,10 +455,22 @@ def test_initial_weights_depend_on_seed_and_name_only():
     assert torch.equal(half, stack[4:])
 
 
-def test_layers_spread_with_the_remainder_inside():
-    assert [len(span) for span in spread_layers(6, 4)] == [1, 2, 2, 1]
-    assert [len(span) for span in spread_layers(27, 8)] == [3, 3, 4, 4, 4, 3, 3, 3]
-    assert spread_layers(9, 2) == [range(0, 5), range(5, 9)]
+def test_layers_are_spread_so_that_ranks_have_alike_much():
+    sizes = lambda *args: [len(span) for span in spread_layers(*args)]
+    assert spread_layers(9, 2) == [range(0, 5), range(5, 9)] and sizes(3, 1, 0.5) == [3]
+    assert sizes(6, 4) == [2, 2, 1, 1]
+    for layers, pp, head in itertools.product((8, 27, 48, 94), (2, 3, 4), (0, 0.1, 0.4)):
+        chunks = sizes(layers, 2 * pp, head)
+        assert sum(chunks) == layers and min(chunks) >= 1
+        totals = [chunks[r] + chunks[-1 - r] for r in range(pp)]
+        worth = head / (1 - head) * layers / 2
+        if totals[0] > 2:  # no less can be taken from the rank with the head
+            assert abs(totals[0] + worth - (layers + worth) / pp) <= 0.5
+        assert max(totals[1:]) - min(totals[1:]) <= 1
+        assert all(abs(chunks[r] - chunks[-1 - r]) <= 1 for r in range(pp))
+    ends = spread_layers(8, 4, 0.9)
+    assert [span.start for span in ends] + [8] == [0, *(span.stop for span in ends)]
+    assert sizes(8, 4, 0.9) == [1, 3, 3, 1]  # a head of many layers' worth
 
 
 def test_config_written_by_a_checkpoint_reads_back(tmp_path):
@@ -673,7 +686,7 @@ def test_what_is_recorded_and_how_much_at_once():
 
 def test_a_recording_begins_anew_when_other_sizes_are_reserved(monkeypatch):
     """What waits for its sizes is never recorded; of new ones the first are run as they are."""
-    done = []
+    done, finished = [], []
     monkeypatch.setattr(Replay, "run", lambda self, batches, grad: done.append("run") or [])
 
     def replayed(self, batches, grad):
@@ -682,7 +695,7 @@ def test_a_recording_begins_anew_when_other_sizes_are_reserved(monkeypatch):
         return []
 
     monkeypatch.setattr(Replay, "replay", replayed)
-    room, replay = SimpleNamespace(rows=None, slots=None), Replay([], 2)
+    room, replay = SimpleNamespace(rows=None, slots=None), Replay(["a chunk"], 2)
     for rows, micro_batches, want in (
         (None, 4, ["run", "run"]),
         (64, 5, ["run", "record", "run"]),
@@ -693,5 +706,6 @@ def test_a_recording_begins_anew_when_other_sizes_are_reserved(monkeypatch):
     ):
         done.clear()
         room.rows = room.slots = rows
-        replay([SimpleNamespace(room=room)] * micro_batches, None)
+        replay([SimpleNamespace(room=room)] * micro_batches, None, finished.append)
         assert done == want, rows
+    assert finished == [0] * 6
