@@ -17,9 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import bench.schedule
 import train_qwen3_moe as script
+from common.config import Run
 from common.dualpipev import run as run_schedule
 from common.dualpipev import schedule
-from common.mesh import Pipe, build, crossing_of, expert_grid, grid
+from common.mesh import Mesh, Pipe, Room, build, crossing_of, expert_grid, grid
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -180,6 +181,35 @@ def test_all_ranks_together_hold_every_layer_and_expert_and_own_every_element_on
             assert start == end, (name, kind)
             end = stop
         assert end == sizes[name], (name, kind)
+
+
+# ------------------------------------------------------------------------------------------------
+# Room
+# ------------------------------------------------------------------------------------------------
+
+
+def test_room_stays_until_it_is_too_little_or_twice_too_much(monkeypatch):
+    """1.25 times the need, in steps of 64, and no more than can come: 1,024 tokens of 2 choices."""
+    monkeypatch.setattr(dist, "all_reduce", lambda x, op: None)
+    mesh = Mesh(0, 2, 1, 1, 1, 2, torch.device("cpu"))
+    room = Room(Run(seq_len=1024, micro_batch=1, ep=2, room=1.25), mesh, 2)
+    for need, all_had_room, rows_and_slots in (
+        ((200, 500), True, (256, 640)),  # the first, which waited
+        ((256, 640), True, (256, 640)),
+        ((150, 400), True, (256, 640)),
+        ((257, 500), False, (None, None)),
+        ((257, 500), True, (384, 640)),  # again, waiting
+        ((900, 641), False, (None, None)),
+        ((900, 641), True, (1024, 832)),
+        ((900, 320), True, (1024, 832)),  # 448 would do, more than half
+        ((900, 300), True, (1024, 384)),
+    ):
+        counts = torch.tensor([[need[0], 7], [3, 7]]), torch.tensor([[1, need[1] - 4], [1, 4]])
+        had = room.rows, room.slots
+        assert room.note(*counts) == (None if had == (None, None) else had)
+        assert room.settle() == all_had_room and (room.rows, room.slots) == rows_and_slots, need
+    never = Room(Run(seq_len=1024, micro_batch=1, ep=2, room=0), mesh, 2)
+    assert never.note(*counts) is None and never.settle() and never.note(*counts) is None
 
 
 # ------------------------------------------------------------------------------------------------
