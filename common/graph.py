@@ -5,10 +5,11 @@ run them: 650 ms of a step of 706 (one H200, Qwen3 width, 6 layers, 16 micro-bat
 tokens), while the GPU computed for 647. With exchanges the host is later still, and what it has not
 launched cannot hide them.
 
-Without pipeline the graph holds --wgrad-batch micro-batches, else the schedule of a whole step,
-exchanges included: NCCL's are recorded like kernels, and with room reserved (mesh.Room) their sizes
-are known beforehand. It holds fixed addresses: of the parameters and of the flat gradients, which
-never move, of its own copies of the batches, and of the activations, in a pool of its own.
+Without pipeline the graph holds --wgrad-batch micro-batches, else a whole step's schedule, with its
+exchanges and the reduction of each chunk's gradients: NCCL's work is recorded like kernels, and
+with room reserved (mesh.Room) sizes are known beforehand. It holds fixed addresses: of parameters
+and of the flat gradients, which never move, of its own copies of the batches, and of the
+activations, in a pool of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,14 +45,15 @@ class Replay:
     batches: list[Batch] = field(default_factory=list)  # the graph's own
     loss_grad: Tensor | None = None  # likewise, one for all
     losses: list[Tensor] = field(default_factory=list)
+    reduced: list[Any] = field(default_factory=list)  # the buckets whose reduction it holds
     nbytes: int = 0  # of the graph's pool, which torch's count of allocated memory leaves out
 
     def __call__(
         self, batches: Sequence[Batch], loss_grad: Tensor, finished: Callable[[int], None]
     ) -> list[Tensor]:
-        """The losses (scalars), as dualpipev.run returns them; gradients are added to main_grad.
+        """As dualpipev.run: the losses (scalars); gradients are added to main_grad.
 
-        `finished(chunk)` is called behind all, as what it does is not to be recorded.
+        `finished(chunk)` starts the reduction of its buckets.
         """
         losses, room = [], batches[0].room
         sizes = None if room is None else (room.rows, room.slots)
@@ -61,29 +63,33 @@ class Replay:
         for first in range(0, len(batches), self.count):
             part = batches[first : first + self.count]
             if self.warm and len(part) == self.count:
-                losses += self.replay(part, loss_grad)
+                losses += self.replay(part, loss_grad, finished)
             else:
-                losses += self.run(part, loss_grad)
+                losses += self.run(part, loss_grad, finished)
                 self.warm = sizes != (None, None)
-        for chunk in range(len(self.chunks)):
-            finished(chunk)
+        if self.pipe is None:  # only now
+            finished(0)
         return losses
 
-    def run(self, batches: Sequence[Batch], loss_grad: Tensor) -> list[Tensor]:
+    def run(self, batches, loss_grad, finished) -> list[Tensor]:
         how = dict(pipe=self.pipe, wgrad_batch=self.count)
+        if self.pipe is not None:
+            how["finished"] = finished
         return run_schedule(self.chunks, batches, loss_grad, **how)
 
-    def replay(self, batches: Sequence[Batch], loss_grad: Tensor) -> list[Tensor]:
+    def replay(self, batches, loss_grad, finished) -> list[Tensor]:
         if self.graph is None:
-            self.record(batches, loss_grad)
+            self.record(batches, loss_grad, finished)
         self.loss_grad.copy_(loss_grad)
         for mine, given in zip(self.batches, batches, strict=True):
             for name in COPIED:
                 getattr(mine, name).copy_(getattr(given, name))
         self.graph.replay()
+        for bucket in self.reduced:
+            bucket.reduced = True
         return [loss.clone() for loss in self.losses]
 
-    def record(self, batches: Sequence[Batch], loss_grad: Tensor) -> None:
+    def record(self, batches, loss_grad, finished) -> None:
         """Raises RuntimeError if something in the model makes the host wait."""
         self.loss_grad = loss_grad.clone()
         self.batches = [
@@ -97,7 +103,10 @@ class Replay:
         before = torch.cuda.memory_reserved()
         try:  # other threads read data, write checkpoints and watch over exchanges meanwhile
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.losses = self.run(self.batches, self.loss_grad)
+                self.losses = self.run(self.batches, self.loss_grad, finished)
+                self.reduced = [b for chunk in self.chunks for b in chunk.buckets if b.reduced]
+                for bucket in self.reduced:
+                    bucket.wait()  # what was recorded has to end in the graph
         except RuntimeError as error:
             hint = "could not record the micro-batches as a CUDA graph; try --no-cuda-graph"
             raise RuntimeError(hint) from error
@@ -105,14 +114,19 @@ class Replay:
         torch.cuda.reset_peak_memory_stats()
 
 
-def replay_for(run: Run, mesh: Mesh, chunks: Sequence[Any], pipe: Any) -> Replay | None:
-    """None where the micro-batches cannot be recorded: not all alike, or the host must know more.
+def can_record(run: Run, mesh: Mesh) -> bool:
+    """Whether micro-batches are all alike, with nothing that the host must know of them.
 
     Documents give each micro-batch sizes of its own; in fp32 experts are a loop of the host; with
     --room 0 it waits for the numbers of rows.
     """
     known = not run.isolate_documents and (mesh.ep == 1 or run.room > 0)
-    if not (run.cuda_graph and mesh.device.type == "cuda" and run.dtype == "bf16" and known):
+    return run.cuda_graph and mesh.device.type == "cuda" and run.dtype == "bf16" and known
+
+
+def replay_for(run: Run, mesh: Mesh, chunks: Sequence[Any], pipe: Any) -> Replay | None:
+    """Of --wgrad-batch micro-batches, with a pipe of a step; None where they cannot be recorded."""
+    if not can_record(run, mesh):
         return None
     whole = run.global_batch // (run.micro_batch * mesh.dp)
     return Replay(chunks, run.wgrad_batch if pipe is None else whole, pipe)
