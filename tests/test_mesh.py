@@ -199,6 +199,8 @@ def test_room_stays_until_it_is_too_little_or_twice_too_much(monkeypatch):
         ((150, 400), True, (256, 640)),
         ((257, 500), False, (None, None)),
         ((257, 500), True, (384, 640)),  # again, waiting
+        ((300, 641), False, (None, None)),  # of slots alone
+        ((257, 500), True, (384, 640)),
         ((900, 641), False, (None, None)),
         ((900, 641), True, (1024, 832)),
         ((900, 320), True, (1024, 832)),  # 448 would do, more than half
@@ -272,6 +274,23 @@ class Wire:
 
         self.mine.waits = [*getattr(self.mine, "waits", []), wait]
         return type("Work", (), dict(wait=staticmethod(wait)))
+
+
+def test_few_sends_are_under_way_and_the_oldest_is_waited_for_first(monkeypatch):
+    """What is sent is held until then. `finish` waits for the rest."""
+    waited = []
+
+    def launch(op, tensor, peer, group):
+        return type("Work", (), dict(wait=staticmethod(lambda: waited.append(int(tensor)))))
+
+    monkeypatch.setattr(Pipe, "_launch", staticmethod(launch))
+    pipe = pipe_of(2, 0)
+    pipe.start(8, True)
+    for m in range(8):
+        pipe.send("f", 0, m, torch.tensor(m))
+        assert waited == list(range(m - Pipe.AHEAD + 1)) and Pipe.AHEAD < 8
+    pipe.finish()
+    assert waited == list(range(8))
 
 
 def mark(chunk_of_all, m, kind):

@@ -212,9 +212,15 @@ class Again:
 
 
 def train_recorded(rank, world, flags, record):
-    """Five steps, in the last of which there is too little room; records, graphs made, slices."""
-    run, made = config(**flags), []
+    """Five steps, in the last of which there is too little room; records, graphs made, slices.
+
+    Each has another number of valid targets, so another gradient of the loss, and in between is an
+    evaluation.
+    """
+    run, made, records = config(**flags), [], []
     script, t = script_of(run), trainer(run, build_mesh(run, torch.device("cpu")))
+    take = t.batches.take
+    t.batches.take = lambda number: (lambda some, valid: (some, valid + len(records)))(*take(number))
     if record:
         with mock.patch.object(graph, "can_record", lambda run, mesh: True):
             t.replay = graph.replay_for(run, t.mesh, t.chunks, t.pipe)
@@ -230,17 +236,20 @@ def train_recorded(rank, world, flags, record):
         graph=recording, memory_reserved=lambda: 0,
         empty_cache=lambda: None, reset_peak_memory_stats=lambda: None,
     )  # fmt: skip
-    records = []
     with mock.patch.multiple(torch.cuda, **stand_in):
         for step in range(1, 6):
             if t.room is not None and step == 5:
                 t.room.need.fill_(10**6)
             records.append(script.train_step(t, step))
+            if step == 4:
+                records[-1]["evaluation"] = script.evaluate(t)
     slices = [x.clone() for _, _, _, x in t.optimizer.slices()]
     return records, len(made), slices
 
 
-@pytest.mark.parametrize("layout", ["dp2", "cp2", "ep2", "pp2", "pp2 dp2", "pp2 ep2"])
+@pytest.mark.parametrize(
+    "layout", ["dp2", "cp2", "ep2", "pp2", "pp2 dp2", "pp2 ep2", "cp2 dp2 ep2, forced"]
+)
 def test_a_recorded_step_is_the_same(layout):
     """The schedule with its reductions, replayed from other batches each step: same bits."""
     world, axes = LAYOUTS[layout]
@@ -249,8 +258,8 @@ def test_a_recorded_step_is_the_same(layout):
     for (records, graphs, slices), (want, no_graphs, exact) in zip(replayed, plain, strict=True):
         assert (graphs, no_graphs) == (1, 0)
         for a, b in zip(records, want, strict=True):
-            for key in ("loss", "grad_norm", "balance", "expert_load"):
-                assert a[key] == b[key], key
+            for key in ("loss", "grad_norm", "balance", "expert_load", "evaluation"):
+                assert a.get(key) == b.get(key), key
         assert all(torch.equal(a, b) for a, b in zip(slices, exact, strict=True))
 
 
