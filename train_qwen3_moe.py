@@ -694,7 +694,8 @@ def gradients(
 
     The loss is the sum over the step's tokens divided by the valid ones of all micro-batches of
     all ranks, so that every reduction of gradients is a sum. A chunk's gradients are on their way
-    to their owners as soon as they are complete. Nothing here waits for the device.
+    to their owners as soon as they are complete. The host waits for the device only with --ep:
+    behind the last backward, for whether there was room, and without room in every exchange.
     """
     t, mesh = trainer, trainer.mesh
     count = torch.full((), valid, dtype=t.chunks[0].state.dtype, device=mesh.device)
@@ -769,8 +770,8 @@ def train_step(
     """One optimizer step over the next global batch; returns what the log shows of it.
 
     `stop`: this rank was asked to stop; all of them read record["stop"]. The host waits for the
-    device twice, both after the last backward: for the gradient norm, and for the loss with the
-    routers' statistics.
+    device after the last backward: with --ep for whether there was room, for the gradient norm,
+    and for the loss with the routers' statistics.
     """
     t, run = trainer, trainer.run
     begin = time.perf_counter()

@@ -89,7 +89,7 @@ class Run:
     deterministic: bool = False
     """Same inputs, same bits, on a GPU too (slower attention backward)."""
     room: float = 1.25
-    """Reserved for an exchange of --ep, times what the last step needed; 0: the host waits."""
+    """Reserved for an exchange of --ep, times what an earlier step needed; 0: the host waits."""
     timeout: int = 600
     """Seconds after which a collective that waits for a lost rank fails."""
 

@@ -84,9 +84,9 @@ def spread_layers(layers: int, n_chunks: int, head: float = 0.0) -> list[range]:
     """Consecutive layers to chunks, so that every rank of the V has alike much to compute.
 
     Rank r has chunks r and -1 - r, so rank 0 has the head too; `head` is its share of the weights
-    that multiply a token. One large product, it takes about half of the time that layers would for
-    as much (H200, 4,096 tokens; layers' worth, so counted and measured: Qwen3 2.7 and 2.1, GPT-OSS
-    2.3 and 2.4, DeepSeek-V2-Lite 1.3 and 1.0). A chunk has at least one layer.
+    that multiply a token. As one large product it takes about half the time of layers with as many
+    weights (H200, 4,096 tokens; in layers, counted so and measured: Qwen3 2.7 and 2.1, GPT-OSS 2.3
+    and 2.4, DeepSeek-V2-Lite 1.3 and 1.0). A chunk has at least one layer if `layers` allow it.
     """
     if n_chunks < 4:
         cuts = [-(-i * layers // n_chunks) for i in range(n_chunks + 1)]
@@ -143,8 +143,8 @@ def build(run: Run, device: torch.device) -> Mesh:
                 made = dist.new_group(row, timeout=timedelta(seconds=run.timeout))
             if rank in row and made is not None:
                 # NCCL connects at a group's first use. Neighbours in a pipeline first use theirs
-                # in different orders, and would wait for each other for ever. What it allocates
-                # for that it might not get any more later, beside torch.
+                # in different orders, and would wait for each other for ever. It allocates for it,
+                # which may fail later, when torch has the memory.
                 one = torch.zeros(len(row), device=device)
                 dist.all_to_all_single(torch.empty_like(one), one, group=made)
                 dist.all_reduce(one, group=made)
@@ -177,9 +177,10 @@ class Room:
 
     rows: to each rank, and slots: at each rank, both for every exchange of a step; None in the
     first step, which waits for its numbers. Afterwards it is --room times the most that this step
-    needed anywhere, but no more than can come: all tokens (of `choices` experts each). A step that
-    needs more has to be done again, waiting, and sets it anew; so does one that would need less
-    than half, as what was recorded (common/graph.py) holds for one size. With --room 0 all wait.
+    needed anywhere, but no more than can come: all tokens (of `choices` experts each). It stays so
+    for as long as it may, as what was recorded (common/graph.py) holds for one size: a step that
+    needs more is done again, waiting, and sets it anew; one for which less than half would do sets
+    it anew for the next. With --room 0 all wait.
     """
 
     def __init__(self, run: Run, mesh: Mesh, choices: int):

@@ -220,7 +220,12 @@ def train_recorded(rank, world, flags, record):
     run, made, records = config(**flags), [], []
     script, t = script_of(run), trainer(run, build_mesh(run, torch.device("cpu")))
     take = t.batches.take
-    t.batches.take = lambda number: (lambda some, valid: (some, valid + len(records)))(*take(number))
+
+    def other_valid(number):
+        batches, valid = take(number)
+        return batches, valid + len(records)
+
+    t.batches.take = other_valid
     if record:
         with mock.patch.object(graph, "can_record", lambda run, mesh: True):
             t.replay = graph.replay_for(run, t.mesh, t.chunks, t.pipe)
