@@ -109,7 +109,9 @@ def resume(path: Path, trainer: Any) -> int:
     t.optimizer.t, t.optimizer.skipped = state["updates"], state["skipped"]
     t.tokens, t.micro_batches = state["tokens"], state["micro_batches"]
     t.loader.load_state_dict(state["data"])
-    if t.room is not None and state.get("room"):  # else the first step would round otherwise
+    alike = ("room", "micro_batch", "cp", "ep")  # what reserved room depends on
+    same = all(state["run"].get(key) == getattr(t.run, key) for key in alike)
+    if t.room is not None and same and state.get("room"):  # else the first step rounds otherwise
         t.room.rows, t.room.slots = state["room"]
     return state["step"]
 

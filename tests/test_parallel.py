@@ -491,6 +491,28 @@ def test_any_layout_resumes_any_other(script, saved, resumed, optimizer, tmp_pat
     assert sum(".experts." in n for n in index) == 4 * 8 * 3  # every expert of every layer
 
 
+def rooms(rank, world, out, *others):
+    """What is reserved after a step, and in trainers with other flags that resume it."""
+    flags = dict(ep=2, seq_len=128, room=1.25)
+    runs = [config(out=out, **{**flags, **other}) for other in ({}, *others)]
+    first, *resumed = (trainer(run, build_mesh(run, torch.device("cpu"))) for run in runs)
+    script.train_step(first, 1)
+    script.save(first, 1, script.hf_views, script.hf_config(first.model, first.run.dtype))
+    first.saver.wait()
+    torch.distributed.barrier()  # rank 0 completes it
+    for t in resumed:
+        script.resume(checkpoint.latest(out), t)
+    return [(t.room.rows, t.room.slots) for t in (first, *resumed)]
+
+
+def test_reserved_room_is_resumed_where_it_would_be_the_same(tmp_path):
+    """Bit for bit on the same layout; other flags are taken as given now, --room too."""
+    others = dict(lr=1e-3), dict(room=2.0), dict(room=0.0), dict(micro_batch=2)
+    for kept, same, *anew in pool.run(2, rooms, tmp_path, *others):
+        rows, slots = kept
+        assert same == kept and rows < slots and anew == [(None, None)] * 3
+
+
 # ------------------------------------------------------------------------------------------------
 # Bytes on the wire
 # ------------------------------------------------------------------------------------------------
