@@ -234,7 +234,7 @@ def crossing_of(pp: int, rank: int, action: Action, train: bool = True) -> tuple
 
 @cache
 def timetable(pp: int, micro_batches: int, train: bool) -> dict[tuple[str, int, int], int]:
-    """The round in which each of all that `crossing_of` names is made, in order.
+    """What all ranks make, as `crossing_of` names it, in that order: in which round.
 
     In a round every rank takes its next action, if what that needs was made in earlier ones.
     """
@@ -259,10 +259,11 @@ class Pipe:
     `down[i]` and `up[i]` are groups of the pipeline's ranks i and i + 1 (`ranks`: their global
     numbers). Each carries one direction only, so that sends and receives never queue behind each
     other. Before an action all receives are posted whose tensors are made in earlier rounds of the
-    timetable, in the sender's order; of later ones none, as the device would wait for them with
-    all that waits for the device: a kernel that is loaded or tuned, memory that is given back. With
-    these no rank waits for what waits for it. At the turn of the V both chunks are on one rank,
-    and a tensor is only handed over.
+    timetable, in the sender's order, and none of later rounds. On a GPU a posted receive is a
+    kernel that waits for the sender, and what waits for the whole device (a kernel that is loaded
+    or tuned, memory that is given back) waits with it: for earlier rounds only, so no two ranks
+    wait for each other. At the turn of the V both chunks are on one rank, and a tensor is only
+    handed over.
     """
 
     AHEAD = 4  # sends under way before the next waits for the oldest
@@ -322,6 +323,6 @@ class Pipe:
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
-        for work, _ in self.sending:
-            work.wait()
+        while self.sending:
+            self.sending.popleft()[0].wait()
         assert not self.posted and not self.handed, (self.posted.keys(), self.handed.keys())
