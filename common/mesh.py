@@ -86,14 +86,14 @@ def spread_layers(layers: int, n_chunks: int, head: float = 0.0) -> list[range]:
     Rank r has chunks r and -1 - r, so rank 0 has the head too; `head` is its share of the weights
     that multiply a token. As one large product it takes about half the time of layers with as many
     weights (H200, 4,096 tokens; in layers, counted so and measured: Qwen3 2.7 and 2.1, GPT-OSS 2.3
-    and 2.4, DeepSeek-V2-Lite 1.3 and 1.0). A chunk has at least one layer if `layers` allow it.
+    and 2.4, DeepSeek-V2-Lite 1.3 and 1.0). A chunk has at least one layer.
     """
+    assert layers >= n_chunks, (layers, n_chunks)
     if n_chunks < 4:
         cuts = [-(-i * layers // n_chunks) for i in range(n_chunks + 1)]
         return [range(*cuts[i : i + 2]) for i in range(n_chunks)]
     pp, worth = n_chunks // 2, layers * head / (1 - head) / 2
-    first = int((layers + worth) / pp - worth + 0.5)
-    first = min(max(first, 2), layers - 2 * (pp - 1))
+    first = max(int((layers + worth) / pp - worth + 0.5), 2)
     count, extra = divmod(layers - first, pp - 1)
     totals = [first] + [count + (rank < extra) for rank in range(pp - 1)]
     sizes = [n - n // 2 for n in totals] + [n // 2 for n in reversed(totals)]

@@ -5,6 +5,7 @@ Groups of many ranks are made with torch's fake process group, which communicate
 
 import collections
 import dataclasses
+import importlib
 import subprocess
 import sys
 import threading
@@ -155,6 +156,16 @@ def test_layers_experts_and_buckets_by_hand():
     ):  # fmt: skip
         there = on_rank(rank, 64, model_of, **LARGE)
         assert (there["layers"], there["ends"]) == (layers, ends)
+
+
+@pytest.mark.parametrize("name", ["train_qwen3_moe", "train_gpt_oss", "train_deepseek_v2_lite"])
+def test_the_rank_with_a_large_head_gets_fewer_layers(name):
+    there = importlib.import_module(name)
+    run, mesh = there.Config(dtype="fp32", compile=False), Mesh(0, 2, 2, 1, 1, 1, CPU)
+    for vocabulary, count in ((8, 4), (2**13, 2)):
+        model = dataclasses.replace(there.TINY, num_hidden_layers=8, vocab_size=vocabulary)
+        chunks = there.build(model, run, mesh)
+        assert sum(len(chunk.model.layers) for chunk in chunks) == count
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -218,7 +218,9 @@ def train_recorded(rank, world, flags, record):
     evaluation.
     """
     run, made, records = config(**flags), [], []
-    script, t = script_of(run), trainer(run, build_mesh(run, torch.device("cpu")))
+    script, mesh = script_of(run), build_mesh(run, torch.device("cpu"))
+    with mock.patch.object(graph, "can_record", lambda run, mesh: record):
+        t = trainer(run, mesh)
     take = t.batches.take
 
     def other_valid(number):
@@ -226,9 +228,6 @@ def train_recorded(rank, world, flags, record):
         return batches, valid + len(records)
 
     t.batches.take = other_valid
-    if record:
-        with mock.patch.object(graph, "can_record", lambda run, mesh: True):
-            t.replay = graph.replay_for(run, t.mesh, t.chunks, t.pipe)
 
     @contextmanager
     def recording(graph, capture_error_mode):
