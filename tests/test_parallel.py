@@ -247,6 +247,8 @@ def train_recorded(rank, world, flags, record):
             records.append(script.train_step(t, step))
             if step == 4:
                 records[-1]["evaluation"] = script.evaluate(t)
+    if record:  # with a pipe the reductions stand in the graph, where they overlap
+        assert len(t.replay.reduced) == (sum(len(c.buckets) for c in t.chunks) if t.pipe else 0)
     slices = [x.clone() for _, _, _, x in t.optimizer.slices()]
     return records, len(made), slices
 

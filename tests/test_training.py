@@ -666,7 +666,7 @@ def test_replayed_micro_batches_are_the_same(together, micro_batches):
     assert all(torch.equal(a, b) for a, b in zip(said[0][1], said[1][1], strict=True))
 
 
-def test_what_is_recorded_and_how_much_at_once():
+def test_what_is_recorded_and_how_much_at_once(monkeypatch):
     here = build_mesh(run_config(), CPU)
     there = dataclasses.replace(here, device=torch.device("cuda"), dp=2)
     flags = dict(dtype="bf16", micro_batch=2, global_batch=24, wgrad_batch=3)
@@ -682,6 +682,10 @@ def test_what_is_recorded_and_how_much_at_once():
     assert not any(replay(**other) for other in wrong)
     assert replay(here) is None and replay(two, room=0.0) is None
     assert replay(room=0.0).count == 3
+    asked = []
+    monkeypatch.setattr("common.graph.run_schedule", lambda *args, **how: asked.append(how))
+    replay().run([], ONE, None)
+    assert asked[0]["wgrad_batch"] == 3
 
 
 def test_a_recording_begins_anew_when_other_sizes_are_reserved(monkeypatch):
