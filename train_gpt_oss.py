@@ -803,13 +803,9 @@ def gradients(
         for bucket in t.chunks[chunk].buckets:
             bucket.reduce()
 
-    if t.replay is not None:
-        losses = t.replay(batches, loss_grad, finished)
-    else:
-        losses = run_schedule(
-            t.chunks, batches, loss_grad, pipe=t.pipe, around=around, finished=finished,
-            wgrad_batch=t.run.wgrad_batch,
-        )  # fmt: skip
+    how = dict(pipe=t.pipe, wgrad_batch=t.run.wgrad_batch)
+    execute = t.replay or partial(run_schedule, t.chunks, **how)
+    losses = execute(batches, loss_grad, finished=finished, around=around)
     if t.room is not None and not t.room.settle():  # once more, and now waiting for the sizes
         t.optimizer.zero_grad()
         torch._foreach_zero_([chunk.statistics for chunk in t.chunks])

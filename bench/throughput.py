@@ -284,6 +284,9 @@ def job_of(args: argparse.Namespace) -> tuple[Job, ModuleType]:
     fixed = {"preset", "layers", "seq_len", "micro_batch", "global_batch"} & job.flags.keys()
     if fixed:
         raise ValueError(f"--flag {sorted(fixed)[0]}: it is the same for all; use its own flag")
+    if args.skip_ours and (job.gpus > 1 or job.trace):
+        flag = "--trace" if job.trace else f"--gpus {job.gpus}"
+        raise ValueError(f"--skip-ours: {flag} is of our script alone; leave one of them out")
     if torch.cuda.is_available() and job.gpus > torch.cuda.device_count():
         raise ValueError(f"--gpus {job.gpus}: this machine has {torch.cuda.device_count()}")
     _, model = ours.config(script, job)  # refused here, a layout that does not fit is one line

@@ -5,7 +5,7 @@ run them: 650 ms of a step of 706 (one H200, Qwen3 width, 6 layers, 16 micro-bat
 tokens), while the GPU computed for 647. With exchanges the host is later still, and what it has not
 launched cannot hide them.
 
-Without pipeline the graph holds --wgrad-batch micro-batches, else a whole step's schedule, with its
+Without a pipe the graph holds --wgrad-batch micro-batches, else a whole step's schedule, with its
 exchanges and the reduction of each chunk's gradients: NCCL's work is recorded like kernels, and
 with room reserved (mesh.Room) sizes are known beforehand. It holds fixed addresses: of parameters
 and of the flat gradients, which never move, of its own copies of the batches, and of the
@@ -49,37 +49,37 @@ class Replay:
     nbytes: int = 0  # of the graph's pool, which torch's count of allocated memory leaves out
 
     def __call__(
-        self, batches: Sequence[Batch], loss_grad: Tensor, finished: Callable[[int], None]
+        self, batches: Sequence[Batch], loss_grad: Tensor, *, finished: Callable, around: Callable
     ) -> list[Tensor]:
-        """As dualpipev.run: the losses (scalars); gradients are added to main_grad.
-
-        `finished(chunk)` starts the reduction of its buckets.
-        """
+        """As dualpipev.run, of which `finished` and `around` are: the losses (scalars)."""
         losses, room = [], batches[0].room
         sizes = None if room is None else (room.rows, room.slots)
         if sizes != self.sizes:
-            self.sizes, self.warm, self.nbytes = sizes, False, 0
-            self.graph, self.losses = None, []
+            self.sizes, self.warm = sizes, False
+            if self.graph is not None:
+                self.graph, self.losses, self.nbytes = None, [], 0
+                torch.cuda.empty_cache()  # of the graph's pool
+        how = dict(around=around)
+        if self.pipe is not None:
+            how["finished"] = finished
         for first in range(0, len(batches), self.count):
             part = batches[first : first + self.count]
             if self.warm and len(part) == self.count:
-                losses += self.replay(part, loss_grad, finished)
+                losses += self.replay(part, loss_grad, how)
             else:
-                losses += self.run(part, loss_grad, finished)
+                losses += self.run(part, loss_grad, how)
                 self.warm = sizes != (None, None)
         if self.pipe is None:  # only now
             finished(0)
         return losses
 
-    def run(self, batches, loss_grad, finished) -> list[Tensor]:
-        how = dict(pipe=self.pipe, wgrad_batch=self.count)
-        if self.pipe is not None:
-            how["finished"] = finished
-        return run_schedule(self.chunks, batches, loss_grad, **how)
+    def run(self, batches: Sequence[Batch], loss_grad: Tensor, how: dict) -> list[Tensor]:
+        flags = dict(pipe=self.pipe, wgrad_batch=self.count)
+        return run_schedule(self.chunks, batches, loss_grad, **flags, **how)
 
-    def replay(self, batches, loss_grad, finished) -> list[Tensor]:
+    def replay(self, batches: Sequence[Batch], loss_grad: Tensor, how: dict) -> list[Tensor]:
         if self.graph is None:
-            self.record(batches, loss_grad, finished)
+            self.record(batches, loss_grad, how)
         self.loss_grad.copy_(loss_grad)
         for mine, given in zip(self.batches, batches, strict=True):
             for name in COPIED:
@@ -89,7 +89,7 @@ class Replay:
             bucket.reduced = True
         return [loss.clone() for loss in self.losses]
 
-    def record(self, batches, loss_grad, finished) -> None:
+    def record(self, batches: Sequence[Batch], loss_grad: Tensor, how: dict) -> None:
         """Raises RuntimeError if something in the model makes the host wait."""
         self.loss_grad = loss_grad.clone()
         self.batches = [
@@ -103,7 +103,7 @@ class Replay:
         before = torch.cuda.memory_reserved()
         try:  # other threads read data, write checkpoints and watch over exchanges meanwhile
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.losses = self.run(self.batches, self.loss_grad, finished)
+                self.losses = self.run(self.batches, self.loss_grad, how)
                 self.reduced = [b for chunk in self.chunks for b in chunk.buckets if b.reduced]
                 for bucket in self.reduced:
                     bucket.wait()  # what was recorded has to end in the graph

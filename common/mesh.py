@@ -134,7 +134,18 @@ def build(run: Run, device: torch.device) -> Mesh:
     ep_rank = (experts == rank).nonzero()[0, 2].item()
     pipeline = tuple(ranks[:, dp_rank, cp_rank].tolist())
 
-    def group(table: Tensor) -> Any:
+    def connect(made: Any, exchanges: bool = False) -> None:
+        """NCCL connects, and allocates, at a group's first use.
+
+        Neighbours in a pipeline first use theirs in different orders, and would wait for each other
+        for ever; and later torch may have all the memory.
+        """
+        one = torch.zeros(dist.get_world_size(made), device=device)
+        dist.all_reduce(one, group=made)
+        if exchanges:
+            dist.all_to_all_single(torch.empty_like(one), one, group=made)
+
+    def group(table: Tensor, exchanges: bool = True) -> Any:
         """This rank's group among the table's rows; every rank makes all of them, in order."""
         mine = None
         for row in table.tolist():
@@ -142,22 +153,19 @@ def build(run: Run, device: torch.device) -> Mesh:
             if len(row) > 1:
                 made = dist.new_group(row, timeout=timedelta(seconds=run.timeout))
             if rank in row and made is not None:
-                # NCCL connects at a group's first use. Neighbours in a pipeline first use theirs
-                # in different orders, and would wait for each other for ever. It allocates for it,
-                # which may fail later, when torch has the memory.
-                one = torch.zeros(len(row), device=device)
-                dist.all_to_all_single(torch.empty_like(one), one, group=made)
-                dist.all_reduce(one, group=made)
+                connect(made, exchanges)
             mine = made if rank in row else mine
         return mine
 
+    if world > 1:
+        connect(None)
     pipelines = ranks.flatten(1).T  # (dp·cp, pp)
     pairs = [pipelines[:, i : i + 2] for i in range(pp - 1)]
     return Mesh(
         rank, world, pp, ranks.shape[1], cp, ep, device, pp_rank, dp_rank, cp_rank, ep_rank,
         pipeline,
-        stage=group(ranks.flatten(1)),
-        replicas=group(experts.transpose(1, 2).flatten(0, 1)),
+        stage=group(ranks.flatten(1), exchanges=False),
+        replicas=group(experts.transpose(1, 2).flatten(0, 1), exchanges=False),
         experts=group(experts.flatten(0, 1)),
         counts=group(experts.flatten(0, 1)),
         ring=group(ranks.flatten(0, 1)),

@@ -198,7 +198,8 @@ class Again:
         replay, self.fresh, fresh = self.trainer.replay, False, self.fresh
         if fresh:
             return
-        losses = replay.run(replay.batches, replay.loss_grad, self.finished)
+        how = {"finished": self.finished} if replay.pipe is not None else {}
+        losses = replay.run(replay.batches, replay.loss_grad, how)
         for mine, new in zip(replay.losses, losses, strict=True):
             mine.copy_(new)
         for chunk in self.trainer.chunks:

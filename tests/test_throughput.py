@@ -120,6 +120,10 @@ def test_ours_and_transformers(tmp_path, capsys, monkeypatch):
         ("--gpus 2 --flag ep=3", "--ep 3: must divide dp * cp = 2 * 1; use 1, 2"),
         ("--gpus 2 --flag pp=2 --layers 3 --global-batch 32",
          "--pp 2 needs at least 4 layers, the model has 3"),
+        ("--gpus 2 --skip-ours",
+         "--skip-ours: --gpus 2 is of our script alone; leave one of them out"),
+        ("--trace --skip-ours",
+         "--skip-ours: --trace is of our script alone; leave one of them out"),
     ],
 )  # fmt: skip
 def test_mistakes(flags, said):

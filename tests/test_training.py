@@ -684,7 +684,7 @@ def test_what_is_recorded_and_how_much_at_once(monkeypatch):
     assert replay(room=0.0).count == 3
     asked = []
     monkeypatch.setattr("common.graph.run_schedule", lambda *args, **how: asked.append(how))
-    replay().run([], ONE, None)
+    replay().run([], ONE, {})
     assert asked[0]["wgrad_batch"] == 3
 
 
@@ -710,6 +710,11 @@ def test_a_recording_begins_anew_when_other_sizes_are_reserved(monkeypatch):
     ):
         done.clear()
         room.rows = room.slots = rows
-        replay([SimpleNamespace(room=room)] * micro_batches, None, finished.append)
+        replay(
+            [SimpleNamespace(room=room)] * micro_batches,
+            None,
+            finished=finished.append,
+            around=None,
+        )
         assert done == want, rows
     assert finished == [0] * 6
