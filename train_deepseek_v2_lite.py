@@ -6,7 +6,8 @@
 
 The tiny run falls from a loss of 5.7 to about 1.8 (nats a byte) in its 240 steps. From the batch
 to the gradients one reads this file and common/dualpipev.py; the products of attention, experts
-and loss are in kernels/.
+and loss are in kernels/. Gradients are added to each parameter's main_grad, which
+common/optim.py reduces, uses up and zeroes.
 
 Sections: config and presets, model (leaf to root), Hugging Face names, FLOPs, optimizer and
 checkpoints, train step, evaluation and sampling, main.
@@ -18,6 +19,7 @@ Shapes:
     B sequences of a micro-batch   T tokens of a sequence     N = B·T tokens    V vocabulary
     D hidden size                  H heads                    C width of a head's rotated part
     E experts                      K experts a token          F expert width    S = N·K routed slots
+    P ranks that share experts     R rows that come to one rank, N·P at most
 """
 
 import dataclasses
@@ -425,9 +427,9 @@ class Router(nn.Module):
     def forward(self, tokens_ND, sequences: int, state_2E, ids_NK):
         """Choose: (weights (N, K), ids (N, K), auxiliary loss, statistics (2, E)).
 
-        state_2E: each expert's share of the previous step's slots, and its bias; ids_NK given
-        replaces the choice ((N,): by random ones). Statistics: slots received, and the sum of
-        probabilities.
+        state_2E: each expert's share of the previous step's slots, and its bias. ids_NK replaces
+        the choice, or is numbers (N,) that random ones are drawn from. Statistics: slots received,
+        and the sum of probabilities.
         """
         logits_NE = router_logits(tokens_ND, self.weight)
         probs_NE = logits_NE.softmax(-1)
@@ -480,7 +482,7 @@ class Experts(nn.Module):
         self.gate_up, self.down = parameter(E, 2 * width, D), parameter(E, D, width)
 
 
-class MoE(nn.Module):
+class MoE(nn.Module):  # only its parameters' names; Layer.forward computes with them
     def __init__(self, model: Model, run: Config, mesh: Mesh):
         super().__init__()  # differs: shared experts
         self.gate, self.experts = Router(model, run, mesh), Experts(model, mesh.ep)
@@ -573,10 +575,10 @@ class Layer(nn.Module):
         return h + self.mlp(normed)
 
     def forced_ids(self, x_BTD: Tensor, batch: Batch) -> Tensor | None:
-        """Choices (N, K) that replace the router's: replayed, or balanced for a benchmark.
+        """What replaces the router's choices: those to replay, or balanced ones for a benchmark.
 
-        stride: token t's j-th expert is (t + j·E/K) mod E; random: K distinct, uniform, which
-        `random_ids` draws from the numbers (N,) that are returned here.
+        stride: (N, K), token t's j-th expert is (t + j·E/K) mod E; random: numbers (N,), other ones
+        for each layer and seed, from which `random_ids` draws K distinct experts uniformly.
         """
         if batch.routes is not None and self.index in batch.routes:
             return batch.routes[self.index]
@@ -843,7 +845,7 @@ def gradients(
     count = torch.full((), valid, dtype=t.chunks[0].state.dtype, device=mesh.device)
     if mesh.stage is not None:
         dist.all_reduce(count, group=mesh.stage)
-    loss_grad = count.clamp(min=1).reciprocal()
+    loss_grad = count.clamp(min=1).reciprocal()  # the head makes its gradients in the forward
     batches = [dataclasses.replace(b, loss_grad=loss_grad, room=t.room) for b in batches]
 
     def finished(chunk: int) -> None:
@@ -854,10 +856,10 @@ def gradients(
     execute = t.replay or partial(run_schedule, t.chunks, **how)
     losses = execute(batches, loss_grad, finished=finished, around=around)
     if t.room is not None and not t.room.settle():  # once more, and now waiting for the sizes
-        t.optimizer.zero_grad()
+        t.optimizer.zero_grad()  # behind the reductions under way
         torch._foreach_zero_([chunk.statistics for chunk in t.chunks])
         return gradients(t, batches, valid, around)
-    return torch.stack(losses).sum() * loss_grad if losses else 0 * loss_grad
+    return torch.stack(losses).sum() * loss_grad if losses else 0 * loss_grad  # another rank's
 
 
 @torch.no_grad()

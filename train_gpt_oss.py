@@ -20,6 +20,7 @@ Shapes:
     B sequences of a micro-batch   T tokens of a sequence     N = B·T tokens    V vocabulary
     D hidden size                  H, G query, key/value heads                  C head dim
     E experts                      K experts a token          F expert width    S = N·K routed slots
+    P ranks that share experts     R rows that come to one rank, N·P at most
 """
 
 import dataclasses
@@ -391,9 +392,9 @@ class Router(nn.Module):
     def forward(self, tokens_ND, sequences: int, state_2E, ids_NK):
         """Choose: (weights (N, K), ids (N, K), auxiliary loss, statistics (2, E)).
 
-        state_2E: each expert's share of the previous step's slots, and its bias; ids_NK given
-        replaces the choice ((N,): by random ones). Statistics: slots received, and the sum of
-        probabilities.
+        state_2E: each expert's share of the previous step's slots, and its bias. ids_NK replaces
+        the choice, or is numbers (N,) that random ones are drawn from. Statistics: slots received,
+        and the sum of probabilities.
         """
         # differs: a bias; chosen by logits, weights renormalised
         logits_NE = router_logits(tokens_ND, self.weight) + up(self.bias)
@@ -441,7 +442,7 @@ class Experts(nn.Module):
         self.gate_up_bias, self.down_bias = parameter(E, 2 * width), parameter(E, D)
 
 
-class MoE(nn.Module):
+class MoE(nn.Module):  # only its parameters' names; Layer.forward computes with them
     def __init__(self, model: Model, run: Config, mesh: Mesh):
         super().__init__()
         self.gate, self.experts = Router(model, run, mesh), Experts(model, mesh.ep)
@@ -522,10 +523,10 @@ class Layer(nn.Module):
         return h_BTD + back_ND.view_as(h_BTD)
 
     def forced_ids(self, x_BTD: Tensor, batch: Batch) -> Tensor | None:
-        """Choices (N, K) that replace the router's: replayed, or balanced for a benchmark.
+        """What replaces the router's choices: those to replay, or balanced ones for a benchmark.
 
-        stride: token t's j-th expert is (t + j·E/K) mod E; random: K distinct, uniform, which
-        `random_ids` draws from the numbers (N,) that are returned here.
+        stride: (N, K), token t's j-th expert is (t + j·E/K) mod E; random: numbers (N,), other ones
+        for each layer and seed, from which `random_ids` draws K distinct experts uniformly.
         """
         if batch.routes is not None and self.index in batch.routes:
             return batch.routes[self.index]
@@ -796,7 +797,7 @@ def gradients(
     count = torch.full((), valid, dtype=t.chunks[0].state.dtype, device=mesh.device)
     if mesh.stage is not None:
         dist.all_reduce(count, group=mesh.stage)
-    loss_grad = count.clamp(min=1).reciprocal()
+    loss_grad = count.clamp(min=1).reciprocal()  # the head makes its gradients in the forward
     batches = [dataclasses.replace(b, loss_grad=loss_grad, room=t.room) for b in batches]
 
     def finished(chunk: int) -> None:
@@ -807,10 +808,10 @@ def gradients(
     execute = t.replay or partial(run_schedule, t.chunks, **how)
     losses = execute(batches, loss_grad, finished=finished, around=around)
     if t.room is not None and not t.room.settle():  # once more, and now waiting for the sizes
-        t.optimizer.zero_grad()
+        t.optimizer.zero_grad()  # behind the reductions under way
         torch._foreach_zero_([chunk.statistics for chunk in t.chunks])
         return gradients(t, batches, valid, around)
-    return torch.stack(losses).sum() * loss_grad if losses else 0 * loss_grad
+    return torch.stack(losses).sum() * loss_grad if losses else 0 * loss_grad  # another rank's
 
 
 @torch.no_grad()
