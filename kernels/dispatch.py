@@ -89,8 +89,8 @@ def dispatch_plan(ids_RK: Tensor, n_experts: int, slots: int | None = None) -> P
     """Sort the slots by expert; an expert nobody chose has an empty group.
 
     ids_RK (R, K) integers, local expert ids. `slots`: how many are not −1 (a choice that lives on
-    another rank), or room for more; None if all are experts. Of the plan's S = slots entries those
-    from offsets_E[-1] on are of no slot, and slots for which there is no room are left out.
+    another rank), or room for more; None if all are experts. The plan has S = slots entries; those
+    from offsets_E[-1] on belong to nobody, and what finds no room is left out.
     """
     if _in_triton(ids_RK):
         return Plan(*triton_plan.sort_slots(ids_RK, n_experts, slots))
