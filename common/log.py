@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ class Log:
 
     The other ranks may call everything; nothing happens there. `out=None` writes no files.
     `config` is the run as JSON (common.config.to_json). `resume_step` is the step of the loaded
-    checkpoint, 0 for a fresh start: records of later steps are dropped, for they come again.
+    checkpoint, 0 for a fresh start: records of later steps are moved aside, for they come again.
+    `repaired`: lines that say so, for the caller to print.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Log:
         resume_step: int = 0,
     ):
         self.rank0 = rank == 0
+        self.repaired: list[str] = []
         self._metrics = self._wandb = None
         self._skipped = 0  # as last seen, so that a line tells when it grows
         if not self.rank0:
@@ -47,17 +50,31 @@ class Log:
             _write_aside(out / "config.json", json.dumps(config, indent=2) + "\n")
             metrics = out / "metrics.jsonl"
             if metrics.exists():
-                dropped, self._skipped = repair_metrics(metrics, resume_step)
-                if dropped:
-                    self.say(f"{metrics}: dropped {dropped} records after step {resume_step}")
+                moved, cut, self._skipped = repair_metrics(metrics, resume_step)
+                if moved:
+                    records = f"{moved} record{'s' if moved > 1 else ''} after step {resume_step}"
+                    self.repaired.append(f"{metrics}: dropped {records}, kept in {DROPPED}")
+                if cut:
+                    said = "a line that is no record" if cut == 1 else f"{cut} lines, no records"
+                    self.repaired.append(f"{metrics}: dropped {said}")
             self._metrics = open(metrics, "a", encoding="utf-8")
         if wandb_project is not None:
             self._start_wandb(wandb_project, out, config, resume_step)
 
     def say(self, text: str) -> None:
-        """Print on rank 0, at once (a pipe would otherwise hold it back)."""
-        if self.rank0:
+        """Print on rank 0, at once (a pipe would otherwise hold it back).
+
+        What nobody can read any more (a closed pipe, a terminal that is gone) is dropped, and so
+        is all that follows: the training goes on.
+        """
+        if not self.rank0:
+            return
+        try:
             print(text, flush=True)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())  # for what is still buffered, too
+            os.close(nowhere)
 
     def step(self, record: dict[str, Any]) -> None:
         """Print the step's line and append `record` to metrics.jsonl.
@@ -146,26 +163,37 @@ def step_line(record: dict[str, Any]) -> str:
     return " | ".join([f"step {record['step']}/{record['steps']}", *parts])
 
 
-def repair_metrics(path: Path, resume_step: int) -> tuple[int, int]:
-    """Drop from a metrics file the records after `resume_step` and lines that are not records.
+DROPPED = "metrics.dropped.jsonl"  # beside metrics.jsonl
 
-    A process killed in mid-write leaves half a line. The file is rewritten aside and renamed.
-    Returns (lines dropped, the count of skipped steps in the last record kept).
+
+def repair_metrics(path: Path, resume_step: int) -> tuple[int, int, int]:
+    """Take from a metrics file the records after `resume_step` and lines that are not records.
+
+    The records are appended to DROPPED. A process killed in mid-write leaves half a line. The file
+    is rewritten aside and renamed. Returns (records moved, other lines cut, the count of skipped
+    steps in the last record kept).
     """
-    dropped = skipped = 0
+    moved, cut, skipped = [], 0, 0
     aside = path.with_name(path.name + ".aside")
     with open(path, "rb") as old, open(aside, "wb") as new:
         for line in old:
             record = _parse_record(line)
-            if record is None or record["step"] > resume_step:
-                dropped += 1
-                continue
-            new.write(line)
-            skipped = record.get("skipped", skipped)
+            if record is None:
+                cut += 1
+            elif record["step"] > resume_step:
+                moved.append(line)
+            else:
+                new.write(line)
+                skipped = record.get("skipped", skipped)
         new.flush()
         os.fsync(new.fileno())
+    if moved:  # first: a kill in between has them twice rather than not at all
+        with open(path.with_name(DROPPED), "ab") as kept:
+            kept.writelines(moved)
+            kept.flush()
+            os.fsync(kept.fileno())
     os.replace(aside, path)
-    return dropped, skipped
+    return len(moved), cut, skipped
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | None:
@@ -337,16 +365,20 @@ class Profiler:
 
 
 class Stop:
-    """Turns SIGTERM and SIGINT into a flag that the loop reads between two steps.
+    """Turns SIGTERM, SIGINT and SIGHUP into a flag that the loop reads between two steps.
 
     `requested` is None or the signal's name. A second SIGINT raises KeyboardInterrupt: whoever
-    presses Ctrl-C twice does not want to wait. Must be made in the main thread.
+    presses Ctrl-C twice does not want to wait. A SIGHUP that is ignored stays so (nohup). Must be
+    made in the main thread.
     """
 
     def __init__(self):
         self.requested: str | None = None
         self._interrupted = False
-        self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)}
+        signals = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+            signals.append(signal.SIGHUP)
+        self._old = {s: signal.signal(s, self._handle) for s in signals}
 
     def _handle(self, number, frame) -> None:
         if number == signal.SIGINT and self._interrupted:

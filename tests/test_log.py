@@ -108,14 +108,14 @@ def test_half_a_line_is_cut(tmp_path):
     whole = [json.dumps(record(s, skipped=s)) + "\n" for s in (1, 2, 3)]
     for cut in (1, 7, len(whole[2]) - 1):  # the last is whole but for its newline
         path.write_text("".join(whole[:2]) + whole[2][:cut])
-        assert repair_metrics(path, 10) == (1, 2)
+        assert repair_metrics(path, 10) == (0, 1, 2)
         assert path.read_text() == "".join(whole[:2])
     path.write_bytes(whole[0].encode() + b"\0\0\0\n[1]\n{}\n" + whole[1].encode())
-    assert repair_metrics(path, 10) == (3, 2) and [r["step"] for r in lines(path)] == [1, 2]
+    assert repair_metrics(path, 10) == (0, 3, 2) and [r["step"] for r in lines(path)] == [1, 2]
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_resume_shows_every_step_once(tmp_path, capsys):
+def test_resume_shows_every_step_once_and_keeps_what_it_drops(tmp_path):
     log = Log(tmp_path, {})
     for step in range(1, 6):
         log.step(record(step))
@@ -126,9 +126,32 @@ def test_resume_shows_every_step_once(tmp_path, capsys):
         log.step(record(step))
     log.close()
     assert [r["step"] for r in lines(tmp_path / "metrics.jsonl")] == list(range(1, 8))
-    assert "dropped 3 records after step 3" in capsys.readouterr().out
+    metrics, dropped = tmp_path / "metrics.jsonl", tmp_path / "metrics.dropped.jsonl"
+    said = f"{metrics}: dropped 3 records after step 3, kept in metrics.dropped.jsonl"
+    assert log.repaired == [said]
+    with open(metrics, "a") as file:
+        file.write('{"step": 8, "lo')
+    log = Log(tmp_path, {}, resume_step=6)
+    log.close()
+    ends = ["1 record after step 6, kept in metrics.dropped.jsonl", "a line that is no record"]
+    assert log.repaired == [f"{metrics}: dropped {end}" for end in ends]
     Log(tmp_path, {}).close()  # a fresh start in the same place
-    assert lines(tmp_path / "metrics.jsonl") == []
+    assert lines(metrics) == []
+    assert [r["step"] for r in lines(dropped)] == [4, 5, 5, 7, *range(1, 7)]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_stdout_that_nobody_reads_does_not_end_the_run(tmp_path, kind, monkeypatch):
+    theirs, ours = os.pipe() if kind == "pipe" else os.openpty()
+    monkeypatch.setattr(sys, "stdout", open(ours, "w"))
+    log = Log(tmp_path, {})
+    log.step(record(1))
+    os.close(theirs)
+    for step in (2, 3):
+        log.step(record(step))
+    log.close()
+    sys.stdout.close()  # what the interpreter does at its end
+    assert [r["step"] for r in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_killed_run_resumes(tmp_path):
@@ -348,9 +371,12 @@ def test_profiler_on_a_gpu(tmp_path):
 # Signals
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_stop_sets_a_flag_and_restores_the_handlers(name):
-    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_stop_sets_a_flag_and_restores_the_handlers(name, default_sighup):
+    before = [signal.getsignal(s) for s in SIGNALS]
     stop = Stop()
     try:
         assert stop.requested is None
@@ -360,7 +386,22 @@ def test_stop_sets_a_flag_and_restores_the_handlers(name):
         assert stop.requested == name
     finally:
         stop.close()
-    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(s) for s in SIGNALS] == before
+
+
+@pytest.fixture
+def default_sighup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_hangup_that_is_ignored_stays_so(default_sighup):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    stop = Stop()
+    os.kill(os.getpid(), signal.SIGHUP)
+    stop.close()
+    assert stop.requested is None and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_second_interrupt_is_a_keyboard_interrupt():
