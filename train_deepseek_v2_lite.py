@@ -24,7 +24,6 @@ Shapes:
 
 import dataclasses
 import math
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from common import checkpoint, hf
 from common.checkpoint import Saver
-from common.config import Run, check, lr_at, parse, to_json
+from common.config import Run, check, fail, lr_at, parse, to_json
 from common.data import IGNORE, Batch, Loader, Prefetch, read_batches, to_device
 from common.dualpipev import Counts, Defer, Exchange, Route, Steps
 from common.dualpipev import run as run_schedule
@@ -173,7 +172,7 @@ def model_of(run: Config) -> Model:
     source = run.model_config or run.init_from
     if source is not None:
         config = hf.read_config(source)
-        hf.expect_model_type(config, ("deepseek_v2",))
+        hf.expect_model_type(config, source, ("deepseek_v2",))
         fixed = dict(
             attention_bias=False, mlp_bias=False, hidden_act="silu", scoring_func="softmax",
             num_key_value_heads=config.get("num_attention_heads"),
@@ -983,7 +982,7 @@ def set_up(run: Config) -> tuple[Trainer, Log, int]:
         load_weights(chunks, run.init_from, mesh, hf_views, hf_fused, whole)
     optimizer = build_optimizer(chunks, run, mesh)
     trainer = Trainer(model, run, mesh, chunks, optimizer, loader, held)
-    step = 0 if found is None else resume(found, trainer)
+    step = 0 if found is None else resume(found, trainer, hf_config(model, run.dtype))
     log = Log(
         None if run.eval_only else run.out, to_json(run), rank=mesh.rank, resume_step=step,
         wandb_project=None if run.eval_only else run.wandb,
@@ -1033,14 +1032,14 @@ def main(argv: list[str] | None = None) -> None:
     try:
         trainer, log, done = set_up(run)
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        fail(error)
     try:
         if run.eval_only:
             log.eval(done, *evaluate(trainer))
         elif train(trainer, log, done) and run.sample_tokens:
             show_sample(trainer, log)
     except DataError as error:
-        sys.exit(f"error: {error}")
+        fail(error)
     close_run(trainer, log)
 
 

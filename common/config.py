@@ -8,10 +8,12 @@ import dataclasses
 import difflib
 import math
 import os
+import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_type_hints
 
 import tyro
 
@@ -174,6 +176,23 @@ def _exit(message: str):
     raise SystemExit(2)
 
 
+def fail(error: Exception | str) -> NoReturn:
+    """End this process with status 1 and `error: ...`, one line on stderr, once a job.
+
+    What all ranks have found, rank 0 says. The others wait, and torchrun ends them meanwhile; a
+    fault that rank 0 has not is still shown.
+    """
+    message = f"error: {error}"
+    if not _rank0():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training run finishes its step first
+        time.sleep(2)
+    sys.stderr.write(f"{message}\n")  # with its end of line: ranks share stderr
+    sys.stderr.flush()
+    exit_ = SystemExit(message)
+    exit_.code = 1  # instead of a text that the interpreter would print once more
+    raise exit_ from None
+
+
 AT_LEAST_1 = (
     "pp cp ep seq_len micro_batch global_batch steps layers decay keep_last timeout wgrad_batch"
 )
@@ -193,7 +212,7 @@ def check(run: Run, world: int) -> None:
     _check_schedule(run)
     _check_layout(run, world)
     if not run.data or not all(run.data):
-        _refuse(run, "data", "name at least one directory, or stdlib")
+        raise ValueError("--data: name at least one directory, or stdlib")
     if (run.eval_every or run.eval_only) and run.eval_batches < 1:
         _refuse(run, "eval_batches", "an evaluation needs at least 1")
     if run.profile is not None and profile_window(run.profile)[0] > run.steps:
@@ -245,16 +264,19 @@ def _check_schedule(run: Run) -> None:
 def _check_layout(run: Run, world: int) -> None:
     """Ranks, micro-batches and sequence halves come out even (dp = world / (pp * cp))."""
     pp, cp, ep = run.pp, run.cp, run.ep
+    more, need = "", pp * math.lcm(cp, ep)
+    if world == 1 and "WORLD_SIZE" not in os.environ:
+        more = f", or start {need} with torchrun --nproc-per-node {need}"
     if world % (pp * cp):
         good = ", ".join(map(str, _divisors(world)))
         raise ValueError(
             f"--pp {pp} --cp {cp}: pp * cp = {pp * cp} does not divide the {world} "
-            f"ranks; it can be {good}"
+            f"ranks; it can be {good}{more}"
         )
     dp = world // (pp * cp)
     if (dp * cp) % ep:
         good = ", ".join(map(str, _divisors(dp * cp)))
-        _refuse(run, "ep", f"must divide dp * cp = {dp} * {cp}; use {good}")
+        _refuse(run, "ep", f"must divide dp * cp = {dp} * {cp}; use {good}{more}")
     each = run.micro_batch * dp
     if run.global_batch % each:
         below = run.global_batch // each * each

@@ -13,6 +13,7 @@ permutation of (seed, epoch), so the position in the data is one number a source
 import copy
 import functools
 import hashlib
+import json
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -129,10 +130,11 @@ class Loader:
         self.fingerprint = {
             source.name: {
                 "tokens": source.meta["tokens"],  # for logs
-                "sha256": source.meta.get("sha256"),
+                "sha256": source.meta.get("sha256") or _digest(source.meta),
             }
             for source in self.sources
         }
+        self.seen = {}  # the fingerprints that a resumed run had, also of sources not in use now
         self.consumed = [0] * len(specs)  # samples ever taken
         self.since = [0] * len(specs)  # its value when the present mixture began
         self.unused = {}  # consumed, by name, of sources that are not in this mixture
@@ -142,8 +144,9 @@ class Loader:
             raise ValueError(f"data {source.name}: given twice; give it once with a larger weight")
         if source.meta["vocab_size"] > self.vocab_size:
             raise ValueError(
-                f"data {source.name}: its vocabulary is {source.meta['vocab_size']}, "
-                f"the model's only {self.vocab_size}"
+                f"data {source.name}: its vocabulary is {source.meta['vocab_size']}, the model's "
+                f"only {self.vocab_size}; use a config.json with vocab_size "
+                f"{source.meta['vocab_size']} (--model-config)"
             )
         digest = tokenizer_digest(source)
         if digest is not None:
@@ -254,6 +257,10 @@ class Loader:
             state["since"][source.name] if same else done
             for source, done in zip(self.sources, self.consumed, strict=True)
         ]
+
+
+def _digest(meta: dict) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 class Prefetch:

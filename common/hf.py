@@ -35,6 +35,7 @@ PICKLED = (
     "pickled weights, which are not read: convert them with transformers' from_pretrained and then "
     "save_pretrained, which writes safetensors"
 )
+AGAIN = "if it was copied or downloaded, do that again"
 SHARD_GIB = 4.0  # of a file, or one tensor
 LOADABLE = ("F64", "F32", "BF16", "F16")  # others (fp8, packed int) mean nothing without scales
 
@@ -72,7 +73,7 @@ class Reader:
         try:  # this also compares the file's length with what its header says
             return self._files.setdefault(file, safe_open(file, framework="pt"))
         except (SafetensorError, OSError) as e:
-            raise ValueError(f"{file} cannot be read ({e}); copy or download it again") from e
+            raise ValueError(f"{file} cannot be read ({e}): damaged or cut short; {AGAIN}") from e
 
     @property
     def names(self) -> set[str]:
@@ -124,7 +125,7 @@ def _indexed_files(path):
     absent = sorted(file for file in shards if not (path / file).is_file())
     if absent or not shards:
         said = f"names {_few(absent)}, not there" if absent else "has no weight_map"
-        raise ValueError(f"{path / INDEX} {said}: copy or download the model again")
+        raise ValueError(f"{path / INDEX} {said}: it is not complete; {AGAIN}")
     return [(path / file, shards[file]) for file in sorted(shards)]
 
 
@@ -343,7 +344,7 @@ def read_json(path: str | Path) -> dict:
     except ValueError as e:
         raise ValueError(f"{path} is not JSON: {e}") from e
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
+        raise ValueError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
 
 
@@ -399,11 +400,13 @@ def check_sizes(
             raise ValueError(f"{source}: {key} must be above 0")
 
 
-def expect_model_type(config: dict, types: tuple[str, ...]) -> None:
-    """Raise ValueError unless the config's `model_type` is one of `types`."""
-    if config.get("model_type") not in types:
-        wanted = " or ".join(types)
-        raise ValueError(f"model_type is {config.get('model_type')!r}, this script takes {wanted}")
+def expect_model_type(config: dict, source: str | Path, types: tuple[str, ...]) -> None:
+    """Raise ValueError, naming `source`, unless the config's `model_type` is one of `types`."""
+    kind, wanted = config.get("model_type"), " or ".join(types)
+    if kind is None:
+        raise ValueError(f"{source}: no model's config.json, it has no model_type ({wanted})")
+    if kind not in types:
+        raise ValueError(f"{source}: model_type is {kind!r}, this script takes {wanted}")
 
 
 def tokenizer_files(folder: str | Path) -> list[Path]:

@@ -8,7 +8,6 @@ A trainer is the script's Trainer: model, run, mesh, chunks, optimizer, loader, 
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common import checkpoint, hf
-from common.config import to_json
-from common.data import Batch
+from common.config import fail, to_json
+from common.data import Batch, Loader
 from common.dualpipev import run as run_schedule
 from common.log import Log
 from common.mesh import Mesh, seeded
@@ -76,6 +75,7 @@ def save(trainer: Any, step: int, views: Views, config: dict[str, Any]) -> None:
         tokens=t.tokens, micro_batches=t.micro_batches, data=t.loader.state_dict(),
         updates=t.optimizer.t, skipped=t.optimizer.skipped, run=to_json(t.run),
         model=dataclasses.asdict(t.model), room=t.room and (t.room.rows, t.room.slots),
+        sources=t.loader.seen | t.loader.fingerprint,
     )  # fmt: skip
     t.saver.save(
         step, views=dict(view for n, p in named for view in views(n, p.detach(), first)),
@@ -85,13 +85,20 @@ def save(trainer: Any, step: int, views: Views, config: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def resume(path: Path, trainer: Any) -> int:
+def resume(path: Path, trainer: Any, config: dict[str, Any]) -> int:
     """Go on from a checkpoint of this model; returns its step. Raises ValueError if it differs.
 
-    The model, the optimizer and what the sample order depends on must be the run's. All other
-    flags are taken as they are given now: so --steps N, say, means the schedule of N steps.
+    `config`: this model's config.json. The model, the optimizer and what the sample order depends
+    on must be the run's. All other flags are taken as they are given now: so --steps N, say, means
+    the schedule of N steps. Data may have changed: `announce` says so.
     """
     t, state = trainer, checkpoint.load_state(path)
+    kind = hf.read_json(path / "config.json").get("model_type")
+    if kind != config["model_type"]:
+        raise ValueError(
+            f"{path} is of a run of {kind}, this script trains {config['model_type']}: use another "
+            f"--out, or the script of that run"
+        )
     fixed = ("seed", "seq_len", "optimizer")
     mine = dataclasses.asdict(t.model) | {key: getattr(t.run, key) for key in fixed}
     theirs = state["model"] | {key: state["run"][key] for key in fixed}
@@ -109,6 +116,7 @@ def resume(path: Path, trainer: Any) -> int:
     t.optimizer.t, t.optimizer.skipped = state["updates"], state["skipped"]
     t.tokens, t.micro_batches = state["tokens"], state["micro_batches"]
     t.loader.load_state_dict(state["data"])
+    t.loader.seen = state.get("sources", {})  # none in checkpoints of old
     alike = ("room", "micro_batch", "cp", "ep")  # what reserved room depends on
     same = all(state["run"].get(key) == getattr(t.run, key) for key in alike)
     if t.room is not None and same and state.get("room"):  # else the first step rounds otherwise
@@ -121,6 +129,8 @@ def announce(trainer: Any, log: Log, what: str, found: Path | None, step: int) -
     run, mesh = trainer.run, trainer.mesh
     on = f"{mesh.world} x {mesh.device.type}; data {trainer.loader.fingerprint}"
     log.say(f"{what}, {on}")
+    for passed in checkpoint.incomplete(run.out).items():
+        log.say("passed over {}: {}".format(*passed))
     bias = "the routing bias is kept in trainer/ only: Hugging Face's format has no place for it"
     for true, said in (
         (found, f"resumed {found}" + (", --init-from is not read" if run.init_from else "")),
@@ -130,8 +140,22 @@ def announce(trainer: Any, log: Log, what: str, found: Path | None, step: int) -
     ):
         if true and not run.eval_only:
             log.say(said)
-    for skipped in checkpoint.incomplete(run.out).items():
-        log.say("passed over {}: {}".format(*skipped))
+    for said in log.repaired + changed_data(trainer.loader):
+        log.say(said)
+
+
+def changed_data(loader: Loader) -> list[str]:
+    """A line for each source that is no longer what the run has read."""
+    lines = []
+    for name, now in loader.fingerprint.items():
+        then = loader.seen.get(name, now)
+        if then != now:
+            other = " of another sha256" if then["tokens"] == now["tokens"] else ""
+            lines.append(
+                f"data {name}: {now['tokens']:,} tokens, {then['tokens']:,}{other} when this run "
+                f"read it before; samples are drawn anew from it, held-out ones too"
+            )
+    return lines
 
 
 @torch.no_grad()
@@ -174,4 +198,4 @@ def close(trainer: Any, log: Log) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     if trainer.saver.error:
-        sys.exit("error: the last checkpoint could not be written")
+        fail("the last checkpoint could not be written")

@@ -6,7 +6,9 @@
     <out>/.lock                 names the process that uses the directory
 
 A checkpoint is written in .tmp-*, fsynced, its state.json last, and then renamed, so that at any
-time, whenever the run is killed or the disk full, what is called step-* is whole.
+time, whenever the run is killed or the disk full, what is called step-* is whole: all files are
+there, each as long as its header says. There are no checksums: bytes that change later on the disk
+are not noticed.
 """
 
 import errno
@@ -57,7 +59,8 @@ def complete_steps(out: Path) -> Iterator[tuple[int, Path]]:
 def flaw(path: Path) -> str | None:
     """What keeps a directory from being a complete checkpoint, or None.
 
-    Every file must be there and each safetensors file as long as its header says.
+    Every file must be there and each safetensors file as long as its header says; what is in it is
+    not looked at.
     """
     try:
         world = hf.read_json(path / "trainer" / "state.json").get("world")
@@ -151,11 +154,14 @@ def lock(out: str | Path) -> BinaryIO:
     The lock is advisory (flock on <out>/.lock) and ends with the process, however that ends. Where
     the file system has no locks, nothing is claimed.
 
-    Raises ValueError that names the process that has it; OSError: <out> cannot be made.
+    Raises ValueError that names the process that has it, or if <out> cannot be made or written.
     """
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    file = open(out / ".lock", "ab+", buffering=0)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(out / ".lock", "ab+", buffering=0)
+    except OSError as e:
+        raise ValueError(f"--out {out}: no directory to write in ({e.strerror})") from e
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:

@@ -108,11 +108,17 @@ def parse_spec(spec: str) -> tuple[str, float]:
 
 def read_meta(folder: str | Path) -> dict:
     """meta.json of a token directory, checked. Raises ValueError naming directory and key."""
-    if not Path(folder).is_dir():
+    file = Path(folder) / "meta.json"
+    if not Path(folder).exists():
         raise ValueError(f"data {folder}: no such directory")
+    if not file.exists():
+        raise ValueError(
+            f"data {folder}: no token directory, there is no meta.json in it; "
+            f"python -m common.tokenize_corpus makes one of text"
+        )
     try:
-        meta = json.loads((Path(folder) / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # not there, not UTF-8 or not JSON
+        meta = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # not to be read, not UTF-8 or not JSON
         raise ValueError(f"data {folder}: meta.json cannot be read ({error})") from None
     _check_meta(meta, folder)
     return meta

@@ -538,6 +538,9 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
     handle.close()
     rundir.lock(out).close()
     save(out, 1)
+    for path, why in ((out / ".lock", "File exists"), (out / ".lock" / "x", "Not a directory")):
+        with pytest.raises(ValueError, match=rf"--out {path}: no directory to write in \({why}"):
+            rundir.lock(path)
     assert sorted(p.name for p in out.iterdir()) == [".lock", "step-00000001"]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Run, check, lr_at, nearest, parse, profile_window, to_json
+from common.config import Run, check, fail, lr_at, nearest, parse, profile_window, to_json
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,22 @@ def test_only_rank_0_complains(monkeypatch, capsys):
             parse(Config, PRESETS, argv)
         assert exit_.value.code == 2
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_failure_is_one_write_and_rank_0_comes_first(monkeypatch):
+    slept, written = [], []
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr("sys.stderr.write", written.append)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for rank, wait in ((None, []), ("0", []), ("3", [2])):
+            monkeypatch.setenv("RANK", rank) if rank else monkeypatch.delenv("RANK", raising=False)
+            with pytest.raises(SystemExit, match="^error: no such data$") as exit_:
+                fail(ValueError("no such data"))
+            assert exit_.value.code == 1 and slept == wait
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert written == ["error: no such data\n"] * 3
 
 
 def help_text(argv, capsys):
@@ -172,6 +189,16 @@ def test_refused(change, world, says):
 )
 def test_accepted(change, world):
     check(replace(GOOD, **change), world)
+
+
+def test_more_processes_are_started_with_torchrun(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for change, count in ((dict(pp=2), 2), (dict(ep=4), 4), (dict(pp=2, cp=2, ep=4), 8)):
+        with pytest.raises(ValueError, match=f", or start {count} with torchrun .*-node {count}$"):
+            check(replace(GOOD, **change), 1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match="it can be 1$"):
+        check(replace(GOOD, pp=2), 1)
 
 
 def test_lr_constant_and_warmup():

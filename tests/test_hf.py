@@ -249,7 +249,7 @@ def test_damaged_files(tmp_path, sharded):
     absurd = (1 << 60).to_bytes(8, "little") + b"{}"
     for damaged in (whole[:-1], whole[:40], whole[:5], b"", whole + b"\0", pointer, absurd):
         file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"{file.name} cannot be read .*download it again"):
+        with pytest.raises(ValueError, match=f"{file.name} cannot be read .*: damaged or cut"):
             hf.Reader(tmp_path)
     file.write_bytes(whole)
     assert torch.equal(hf.Reader(tmp_path).read("a"), torch.arange(100.0))
@@ -422,7 +422,7 @@ def test_reads_what_transformers_wrote(tmp_path, qwen, original):
     for name, view in qwen_views(qwen)[0].items():
         assert torch.equal(views[name], view), name
     config = hf.read_config(tmp_path)
-    hf.expect_model_type(config, ("qwen3_moe",))
+    hf.expect_model_type(config, "c.json", ("qwen3_moe",))
     assert config["num_experts"] == E and config["rope_theta"] == 10000.0
 
 
@@ -463,7 +463,11 @@ def test_config_spellings(tmp_path):
     with pytest.raises(ValueError, match="x.json cannot be read"):
         hf.read_config(tmp_path / "x.json")
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="list, not a JSON object"):
+    with pytest.raises(ValueError, match="config.json must hold a JSON object, not list"):
         hf.read_config(tmp_path)
-    with pytest.raises(ValueError, match="'llama', this script takes qwen3_moe or qwen2_moe"):
-        hf.expect_model_type({"model_type": "llama"}, ("qwen3_moe", "qwen2_moe"))
+    for config, said in (
+        ({"model_type": "llama"}, "model_type is 'llama', this script takes qwen3_moe or qwen2"),
+        ({"dtype": "uint16"}, "no model's config.json, it has no model_type"),
+    ):
+        with pytest.raises(ValueError, match=f"some/where: {said}"):
+            hf.expect_model_type(config, "some/where", ("qwen3_moe", "qwen2_moe"))

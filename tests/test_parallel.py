@@ -443,7 +443,7 @@ def train_from(rank, world, flags, out, steps, saved_at=None):
     script, t = script_of(run), trainer(run, build_mesh(run, torch.device("cpu")))
     found = checkpoint.latest(out)
     if found is not None:
-        assert script.resume(found, t) == steps[0] - 1
+        assert script.resume(found, t, script.hf_config(t.model, "fp32")) == steps[0] - 1
     slices = [(n, k, at, x.clone()) for n, k, at, x in t.optimizer.slices()]
     losses = []
     for step in steps:
@@ -503,7 +503,7 @@ def rooms(rank, world, out, *others):
     first.saver.wait()
     torch.distributed.barrier()  # rank 0 completes it
     for t in resumed:
-        script.resume(checkpoint.latest(out), t)
+        script.resume(checkpoint.latest(out), t, script.hf_config(t.model, "fp32"))
     return [(t.room.rows, t.room.slots) for t in (first, *resumed)]
 
 

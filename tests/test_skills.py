@@ -50,8 +50,8 @@ def half_lost(name, weight, first_expert=0):
     return [(n, v[:128] if "embed" in n else v) for n, v in views]
 
 
-def moments_forgotten(path, trainer):
-    step = PLAIN["resume"](path, trainer)
+def moments_forgotten(path, trainer, config):
+    step = PLAIN["resume"](path, trainer, config)
     for _, kind, _, x in trainer.optimizer.slices():
         if kind == "exp_avg":
             x.zero_()

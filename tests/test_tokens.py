@@ -118,7 +118,8 @@ def test_id_outside_the_vocabulary_is_named_with_file_and_offset(tmp_path):
 def test_directories_that_are_no_source(tmp_path):
     refuses("data nowhere/x: no such directory", "nowhere/x:0.5")
     (tmp_path / "a").mkdir()
-    refuses(r"a: meta.json cannot be read \(.*No such file", str(tmp_path / "a"))
+    said = "a: no token directory, there is no meta.json in it; python -m common.tokenize_corpus"
+    refuses(said, str(tmp_path / "a"))
     (tmp_path / "a" / "meta.json").write_text("{")
     refuses(r"a: meta.json cannot be read \(Expecting", str(tmp_path / "a"))
     (tmp_path / "a" / "meta.json").write_text("[]")
@@ -234,7 +235,8 @@ def test_sources_of_two_tokenizers_are_refused(tmp_path):
 
 def test_sources_that_do_not_fit_the_run(tmp_path):
     spec = corpus(tmp_path / "a", 100)
-    refuses("vocabulary is 1000, the model's only 999", spec, vocab_size=999)
+    said = "is 1000, the model's only 999; use .* vocab_size 1000 \\(--model-config"
+    refuses(said, spec, vocab_size=999)
     refuses("100 tokens are fewer than one sequence .* 100 \\+ 1", spec, seq_len=100)
     assert Loader([spec], 99, 1000, 0).n_train == [1]
     refuses("given twice", spec, spec + ":2")

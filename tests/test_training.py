@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import train_qwen3_moe as script
-from common import checkpoint, hf
+from common import checkpoint, hf, tokens
 from common.config import to_json
 from common.data import isolate
 from common.dualpipev import Tape, backward, drive, forward, pair, run
@@ -159,6 +159,61 @@ def test_a_finished_run_is_not_trained_again_and_another_model_is_refused(tiny, 
         main("--out", tmp_path, "--layers", 1)
 
 
+def test_another_scripts_run_is_refused_as_such(tiny, tmp_path):
+    main("--out", tmp_path, "--steps", 1)
+    config = tmp_path / "step-00000001" / "config.json"
+    config.write_text(config.read_text().replace("qwen3_moe", "gpt_oss"))
+    said = "step-00000001 is of a run of gpt_oss, this script trains qwen3_moe: use another --out"
+    with pytest.raises(SystemExit, match=said):
+        main("--out", tmp_path)
+
+
+def test_resume_says_why_it_is_an_older_one_and_then_what_was_dropped(tiny, tmp_path, capsys):
+    main("--out", tmp_path, "--save-every", 3)
+    damaged = tmp_path / "step-00000006" / "trainer" / "buffers.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    capsys.readouterr()
+    main("--out", tmp_path, "--save-every", 3)
+    said = capsys.readouterr().out.splitlines()
+    begins = (
+        "train_qwen3_moe tiny", f"passed over {damaged.parent.parent}: {damaged} cannot be read",
+        f"resumed {tmp_path}/step-00000003", f"{tmp_path}/metrics.jsonl: dropped 3 records after",
+        "step 4/6",
+    )  # fmt: skip
+    assert all(line.startswith(begin) for line, begin in zip(said, begins)), said
+    assert [r["step"] for r in steps(tmp_path)] == list(range(1, 7))
+    assert len((tmp_path / "metrics.dropped.jsonl").read_text().splitlines()) == 3
+
+
+def test_resume_on_changed_data_says_so(tiny, tmp_path, capsys):
+    """By length, by another meta.json; once; also of a source that was out of use for a while."""
+    folder, flags = tmp_path / "d", ("--out", tmp_path / "o", "--save-every", 1, "--steps")
+
+    def said(step, data=folder):
+        capsys.readouterr()
+        tokens._mapped.cache_clear()  # another run is another process
+        main(*flags, step, "--data", data)
+        return [line for line in capsys.readouterr().out.splitlines() if "anew" in line]
+
+    documents(folder, samples=20)
+    assert said(1) == [] and said(2) == []
+    shutil.rmtree(folder)
+    documents(folder, samples=30)
+    (line,) = said(3)
+    assert line.startswith(f"data {folder}: 961 tokens, 641 when this run read it before; samples")
+    assert said(4) == [] and said(5, "stdlib") == []
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"documents": 1}))
+    (line,) = said(6)
+    assert "961 tokens, 961 of another sha256 when" in line
+    state = tmp_path / "o" / "step-00000006" / "trainer" / "state.json"
+    old = json.loads(state.read_text())
+    assert old.pop("sources").keys() == {str(folder), "stdlib"}
+    state.write_text(json.dumps(old))  # as it was before
+    (folder / "meta.json").write_text(json.dumps(meta))
+    assert said(7) == []
+
+
 def test_eval_only_and_init_from(tiny, tmp_path, capsys):
     main("--out", tmp_path / "a", "--save-every", 6, "--eval-every", 6)
     said = capsys.readouterr().out.split("eval loss ")[1].split()[0]
@@ -173,10 +228,11 @@ BAD = {
     "--micro-batch 3": "--global-batch 4.*use 3 or 6",
     "--seq-len 5000": "max_position_embeddings 4096",
     "--data nowhere": "nowhere",
-    "--pp 2": "pp \\* cp = 2 does not divide the 1 ranks",
+    "--pp 2": "does not divide the 1 ranks; .* start 2 with torchrun --nproc",
     "--init-from nowhere": "nowhere",
     "--model-config nowhere.json": "nowhere.json",
-    "--out /dev/null/x": "/dev/null/x",
+    "--out /dev/null/x": "--out /dev/null/x: no directory to write in",
+    "--data": "error: --data: name at least one",
 }
 
 
@@ -211,7 +267,8 @@ def test_model_and_layout_that_do_not_fit_are_refused():
 def test_unsupported_configs_are_refused(tmp_path):
     base = script.hf_config(ODD, "fp32")
     for key, value, said in (
-        ("model_type", "llama", "llama"), ("hidden_act", "gelu", "hidden_act gelu"),
+        ("model_type", "llama", f"{tmp_path}: model_type is 'llama'"),
+        ("hidden_act", "gelu", "hidden_act gelu"),
         ("attention_bias", True, "attention_bias True"),
         ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "rope_scaling .*yarn"),
     ):  # fmt: skip
