@@ -142,7 +142,9 @@ def main(argv: list[str] | None = None) -> None:
     path = parse(argv).trace
     try:
         events = read(path)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        sys.exit(f"error: {path}: cannot be read ({error.strerror})")
+    except ValueError as error:
         sys.exit(f"error: {error}")
     try:
         print(table(analyse(events)))

@@ -86,6 +86,7 @@ def main(pp: int = 4, micro_batches: int = 10) -> None:
         spans = simulate(pp, micro_batches)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    print("f forward, b backward, w weight gradients, o overlapped f and b; digits: micro-batches")
     print(draw(spans))
     makespan = max(span.end for span in spans)
     busy = sum(span.end - span.start for span in spans) / pp

@@ -178,14 +178,20 @@ def _document(text: str, field: str, where: str) -> str:
             reason = f"{error.msg} at column {error.colno}"
         raise ValueError(f"{where}: broken JSON ({reason})") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: a {type(value).__name__}, not an object with {field!r}")
+        raise ValueError(f"{where}: not an object with {field!r} but {_kind(value)}")
     if field not in value:
         have = ", ".join(map(repr, value)) or "none"
         raise ValueError(f"{where}: no field {field!r}; fields are: {have} (choose with --field)")
     if not isinstance(value[field], str):
-        raise ValueError(f"{where}: {field!r} is a {type(value[field]).__name__}, not text")
+        raise ValueError(f"{where}: {field!r} is {_kind(value[field])}, not text")
     try:
         value[field].encode()
     except UnicodeEncodeError:  # JSON can say "\ud800"
         raise ValueError(f"{where}: {field!r} holds half a surrogate pair, no text") from None
     return value[field]
+
+
+def _kind(value) -> str:
+    """What JSON calls it."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")

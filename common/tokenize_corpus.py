@@ -138,12 +138,15 @@ class Partial:
     """<out>.partial: tokens/ (the later <out>) and state.json; locked as long as this is open."""
 
     def __init__(self, out: Path):
-        """Raises ValueError if `out` exists or another process is making it."""
+        """Raises ValueError if `out` exists, cannot be made or another process is making it."""
         if out.exists():
             raise ValueError(f"--out {out}: exists already; remove it or choose another name")
         self.out, self.folder = out, out.with_name(out.name + ".partial")
         self.tokens = self.folder / "tokens"
-        self.tokens.mkdir(parents=True, exist_ok=True)
+        try:
+            self.tokens.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--out {out}: cannot be made ({error.strerror})") from None
         self.lock = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

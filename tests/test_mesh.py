@@ -399,6 +399,14 @@ def test_simulation_ends_and_runs_everything(pp):
             assert len(set(done)) == len(done) == 2 * pp * micro_batches
 
 
+def test_marks_are_explained(capsys):
+    bench.schedule.main(1, 2)
+    legend, *lanes, idle = capsys.readouterr().out.splitlines()
+    assert "digits: micro-batches" in legend and "idle" in idle
+    marks = set(lanes[1].split("|")[1])
+    assert marks and all(f"{mark} " in legend for mark in marks)
+
+
 def test_bad_sizes_are_one_line():
     for sizes, said in (
         ((4, 3), "error: pp 4 needs at least 8 micro-batches, there are 3"),

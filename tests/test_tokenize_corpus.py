@@ -234,12 +234,13 @@ DAMAGED = {
         r"cut.jsonl: line 3: broken JSON \(Unterm.* column 10",
     ),
     "deep.jsonl": (b"[" * 100_000, "deep.jsonl: line 1: broken JSON"),
-    "list.jsonl": (GOOD + b"[1]\n", "list.jsonl: line 2: a list, not an object with 'text'"),
+    "list.jsonl": (GOOD + b"[1]\n", "list.jsonl: line 2: not an object with 'text' but an array"),
     "field.jsonl": (
         GOOD + b"\n" + lines(["x"], "body"),
         r"line 3: no field 'text'; .*'id', 'body'",
     ),
-    "null.jsonl": (b'{"text": null}', "line 1: 'text' is a NoneType, not text"),
+    "null.jsonl": (b'{"text": null}', "line 1: 'text' is null, not text"),
+    "int.jsonl": (b'{"text": 3}', "line 1: 'text' is a number, not text"),
     "half.jsonl": (b'{"text": "\\ud800"}', "line 1: 'text' holds half a surrogate pair"),
     "cut.jsonl.gz": (GZ[:-500], "cut.jsonl.gz: damaged, cut off"),
     "end.jsonl.gz": (GZ[:-8], "end.jsonl.gz: damaged, cut off"),
@@ -308,6 +309,8 @@ def test_nothing_is_overwritten(tmp_path, in_process):
     (tmp_path / "out").mkdir()
     with pytest.raises(SystemExit, match="--out .*out: exists already"):
         run("bytes", [tmp_path / "a.txt"], tmp_path / "out")
+    with pytest.raises(SystemExit, match=r"--out .*txt/x: cannot be made \(Not a directory"):
+        run("bytes", [tmp_path / "a.txt"], tmp_path / "a.txt" / "x")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "out"]
 
 
