@@ -946,7 +946,7 @@ def set_up(run: Config) -> tuple[Trainer, Log, int]:
 def train(trainer: Trainer, log: Log, done: int) -> bool:
     """Steps done + 1 to run.steps, with evaluations and checkpoints.
 
-    On SIGTERM or Ctrl-C the step is finished and saved. Returns whether all steps were done.
+    On SIGTERM, SIGHUP or Ctrl-C the step is finished and saved. Returns whether all were done.
     """
     t, run = trainer, trainer.run
     profiler, stop = Profiler(run.profile, run.out, t.mesh.rank), Stop()

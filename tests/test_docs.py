@@ -26,7 +26,9 @@ SOURCES = sorted([*ROOT.glob("*.py"), *(p for f in FOLDERS for p in ROOT.glob(f"
 # Flags of torchrun, pytest, ruff and tyro.
 FOREIGN = "nproc-per-node nnodes node-rank rdzv-backend rdzv-endpoint durations check help".split()
 # Made by a run, given by its user or made by make: these need not be here.
-MADE = re.compile(r"(out|data|\.venv)/|/|step-|.*metrics\.jsonl|.*(config|meta|tokenizer)\.json")
+MADE = re.compile(
+    r"(out|data|\.venv)/|/|step-|.*metrics(\.dropped)?\.jsonl|.*(config|meta|tokenizer)\.json"
+)
 PATH = r"[\w.*?/-]+(\.(py|md|txt|ini|toml|json|jsonl|csv|png|sh|yml)|/)"
 MODULE = rf"(?:{'|'.join(FOLDERS)})(?:\.\w+)+"
 
