@@ -289,10 +289,15 @@ GPU_SIZES = {  # for the library's attention and the Triton kernels
 
 
 def train_on_gpus(rank, world, flags):
-    """Five steps; the records, whether a graph was recorded, and this rank's weights."""
+    """Five steps; the records, whether a graph was recorded, and this rank's weights.
+
+    Before the last, with the graph alive, an evaluation, noted as that step's.
+    """
     run = config(**flags)
     script, t = script_of(run), trainer(run, build_mesh(run, torch.device("cuda", rank)), GPU_SIZES)
-    records = [script.train_step(t, step) for step in range(1, 6)]
+    records = [script.train_step(t, step) for step in range(1, 5)]
+    evaluated = script.evaluate(t)
+    records.append(script.train_step(t, 5) | dict(evaluated=evaluated))
     weights = [p.detach().cpu() for _, p in script.named_parameters(t.chunks)]
     return records, t.replay is not None and t.replay.graph is not None, weights
 
@@ -312,7 +317,8 @@ def test_two_gpus_recorded_and_not(name, axis):
     for (records, recorded, weights), (want, not_recorded, exact) in zip(*runs, strict=True):
         assert recorded and not not_recorded
         for a, b in zip(records, want, strict=True):
-            assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+            for key in ("loss", "grad_norm", "evaluated"):
+                assert a.get(key) == b.get(key), key
         assert all(torch.equal(a, b) for a, b in zip(weights, exact, strict=True))
     one, two = (
         pool.run(n, train_on_gpus, dict(common, dtype="fp32", **own), backend="nccl")
@@ -437,10 +443,11 @@ def test_a_rank_whose_experts_nobody_chooses():
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-11)
 
 
-def train_from(rank, world, flags, out, steps, saved_at=None):
+def train_from(rank, world, flags, out, steps, saved_at=None, sizes=SCRIPTS):
     """Resume what is in `out`, or start; the losses of `steps`, this rank's slices at the start."""
     run = config(out=out, **flags)
-    script, t = script_of(run), trainer(run, build_mesh(run, torch.device("cpu")))
+    device = torch.device("cuda", rank) if sizes is GPU_SIZES else torch.device("cpu")
+    script, t = script_of(run), trainer(run, build_mesh(run, device), sizes)
     found = checkpoint.latest(out)
     if found is not None:
         assert script.resume(found, t, script.hf_config(t.model, "fp32")) == steps[0] - 1
@@ -513,6 +520,27 @@ def test_reserved_room_is_resumed_where_it_would_be_the_same(tmp_path):
     for kept, same, *anew in pool.run(2, rooms, tmp_path, *others):
         rows, slots = kept
         assert same == kept and rows < slots and anew == [(None, None)] * 3
+
+
+def train_from_on_gpus(*job):
+    return train_from(*job, GPU_SIZES)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("axis", ["ep", "pp", "cp"])
+def test_one_gpu_goes_on_from_two(axis, tmp_path):
+    """Saved through NCCL with a graph alive; masters are the same bits, losses as bf16 rounds."""
+    flags, step = dict(dtype="bf16", seq_len=128, lr=1e-3), 4
+    job = train_from_on_gpus, {**flags, axis: 2}, tmp_path, range(1, 7), step
+    (losses, *_), *_ = pool.run(2, *job, backend="nccl")
+    job = train_from_on_gpus, flags, tmp_path, range(step + 1, 7), None
+    ((again, slices, _),) = pool.run(1, *job, backend="nccl")
+    for name, kind, at, x in slices:
+        kept = torch.empty_like(x, device="cpu")
+        checkpoint.load_slices(checkpoint.latest(tmp_path), [(name, kind, at, kept)])
+        assert torch.equal(kept, x.cpu()), (name, kind)
+    assert again == pytest.approx(losses[step:], rel=1e-2)
 
 
 # ------------------------------------------------------------------------------------------------
