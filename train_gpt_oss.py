@@ -992,6 +992,9 @@ def main(argv: list[str] | None = None) -> None:
             show_sample(trainer, log)
     except DataError as error:
         fail(error)
+    finally:
+        if trainer.replay is not None:
+            trainer.replay.drop()  # also of a process that fails, or it might never end
     close_run(trainer, log)
 
 

@@ -56,7 +56,7 @@ class Replay:
         if sizes != self.sizes:
             self.sizes, self.warm = sizes, False
             if self.graph is not None:
-                self.graph, self.losses, self.nbytes = None, [], 0
+                self.drop()
                 torch.cuda.empty_cache()  # of the graph's pool
         how = dict(around=around)
         if self.pipe is not None:
@@ -71,6 +71,14 @@ class Replay:
         if self.pipe is None:  # only now
             finished(0)
         return losses
+
+    def drop(self) -> None:
+        """Let the graph go; without waiting, as a process that fails has nothing to wait for.
+
+        Before its process groups: NCCL does not end what a live graph has recorded (its
+        commDestroySync waits), neither when a group is destroyed nor at the interpreter's end.
+        """
+        self.graph, self.losses, self.nbytes = None, [], 0
 
     def run(self, batches: Sequence[Batch], loss_grad: Tensor, how: dict) -> list[Tensor]:
         flags = dict(pipe=self.pipe, wgrad_batch=self.count)

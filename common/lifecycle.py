@@ -189,12 +189,13 @@ def show_sample(trainer: Any, log: Log) -> None:
 def close(trainer: Any, log: Log) -> None:
     """Close what threads and other processes work on; exits with status 1 if a save failed.
 
-    A process group that is left to the interpreter's end may abort it, and to end it waits for
-    ever for a CUDA graph that has recorded its exchanges (NCCL's commDestroySync).
+    A process group that is left to the interpreter's end may abort it. What was recorded goes first
+    (Replay.drop).
     """
     trainer.batches.close()
     log.close()
-    trainer.replay = None
+    if trainer.replay is not None:
+        trainer.replay.drop()
     if dist.is_initialized():
         dist.destroy_process_group()
     if trainer.saver.error:

@@ -20,6 +20,7 @@ from bench import overlap, throughput
 from bench.peers import hf, megatron, ours, pith, titan
 from bench.peers.job import MARK, Clock, Job, write
 from bench.results import append
+from common.graph import Replay
 from common.mesh import Mesh
 
 ROOT = Path(__file__).parents[1]
@@ -223,10 +224,10 @@ def test_slowest_rank_and_largest_peak(monkeypatch):
 
 
 def test_close_lets_the_graph_go_before_the_process_group(monkeypatch):
-    trainer = Namespace(batches=Mock(), saver=Mock(error=None), replay=object())
-    seen = []
+    replay = Replay([], 1, graph="a graph")
+    trainer, seen = Namespace(batches=Mock(), saver=Mock(error=None), replay=replay), []
     monkeypatch.setattr(ours.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(ours.dist, "destroy_process_group", lambda: seen.append(trainer.replay))
+    monkeypatch.setattr(ours.dist, "destroy_process_group", lambda: seen.append(replay.graph))
     ours.close(trainer, ours.Log(None, {}))
     assert seen == [None]
 
