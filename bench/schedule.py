@@ -8,22 +8,13 @@ batches, in lower case letters past 9; below each a mark for f, b, w or o (overl
 """
 
 import sys
-from dataclasses import dataclass
+from functools import partial
 
 import tyro
 
-from common.dualpipev import Action, schedule
-from common.mesh import crossing_of
-
-
-@dataclass(frozen=True)
-class Span:
-    """An action on a rank, from `start` to `end` in units of cost."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
+from common import mesh
+from common.dualpipev import Action
+from common.mesh import Span
 
 
 def cost(action: Action, F: float = 1, B: float = 2, W: float = 1, FB: float = 3) -> float:
@@ -43,24 +34,7 @@ def simulate(pp: int, micro_batches: int, **costs: float) -> list[Span]:
     for name, value in (("pp", pp), ("micro-batches", micro_batches)):
         if value < 1:
             raise ValueError(f"{name} {value}: must be at least 1")
-    queues = [list(schedule(pp, rank, micro_batches)) for rank in range(pp)]
-    free, done, spans = [0.0] * pp, {}, []
-    while any(queues):
-        moved = False
-        for rank, queue in enumerate(queues):
-            while queue:
-                makes, needs = crossing_of(pp, rank, queue[0])
-                if not all(key in done for key in needs):
-                    break
-                action = queue.pop(0)
-                start = max([free[rank], *(done[key] for key in needs)])
-                free[rank] = end = start + cost(action, **costs)
-                spans.append(Span(rank, action, start, end))
-                done |= dict.fromkeys(makes, end)
-                moved = True
-        if not moved:
-            raise ValueError(f"pp {pp}, {micro_batches} micro-batches: deadlock")
-    return spans
+    return mesh.simulate(pp, micro_batches, partial(cost, **costs))
 
 
 def draw(spans: list[Span]) -> str:

@@ -260,8 +260,8 @@ def our_flags(pairs: list[str], script: ModuleType) -> dict:
     return values
 
 
-def job_of(args: argparse.Namespace) -> tuple[Job, ModuleType]:
-    """The job that the command line asks for, and our script. Raises ValueError."""
+def job_of(args: argparse.Namespace) -> tuple[Job, float]:
+    """The job that the command line asks for, and its FLOPs a token. Raises ValueError."""
     job = JOBS[args.job]
     if not (ROOT / f"{job.script}.py").is_file():
         raise ValueError(f"{args.job}: not run, {job.script}.py is not there")
@@ -290,14 +290,13 @@ def job_of(args: argparse.Namespace) -> tuple[Job, ModuleType]:
     if torch.cuda.is_available() and job.gpus > torch.cuda.device_count():
         raise ValueError(f"--gpus {job.gpus}: this machine has {torch.cuda.device_count()}")
     _, model = ours.config(script, job)  # refused here, a layout that does not fit is one line
-    return dataclasses.replace(job, model=script.hf_config(model, job.dtype)), script
+    job = dataclasses.replace(job, model=script.hf_config(model, job.dtype))
+    return job, script.flops_per_token(model, job.seq_len)
 
 
 def compare(args: argparse.Namespace) -> dict[str, dict | str]:
     """Run all that can be run, print the table, append the rows; outcomes by contender."""
-    job, script = job_of(args)
-    model = dataclasses.replace(script.MODELS[job.preset], num_hidden_layers=job.layers)
-    flops = script.flops_per_token(model, job.seq_len)
+    job, flops = job_of(args)
     commit = args.commit or commit_of(ROOT)
     outcomes = {}
     for contender in CONTENDERS[args.skip_ours :]:

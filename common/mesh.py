@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from itertools import count
 from typing import Any
 
 import torch
@@ -215,9 +214,9 @@ class Room:
             self.rows = self.slots = None
             return False
         wanted = (-(-int(n * self.factor) // 64) * 64 for n in (rows, slots))
-        wanted = rows, slots = tuple(map(min, wanted, self.most))
+        rows, slots = map(min, wanted, self.most)
         if self.factor and (self.rows is None or 2 * rows < self.rows or 2 * slots < self.slots):
-            self.rows, self.slots = wanted
+            self.rows, self.slots = rows, slots
         return True
 
 
@@ -240,25 +239,52 @@ def crossing_of(pp: int, rank: int, action: Action, train: bool = True) -> tuple
     return makes, needs
 
 
+@dataclass(frozen=True)
+class Span:
+    """An action on a rank, from `start` to `end` in units of cost."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+def simulate(
+    pp: int, micro_batches: int, cost: Callable[[Action], float], train: bool = True
+) -> list[Span]:
+    """When each rank runs its actions, in their order and as early as it can.
+
+    `cost`: what an action takes; transfers take no time. Raises ValueError if the ranks wait for
+    each other for ever.
+    """
+    queues = [deque(schedule(pp, rank, micro_batches)) for rank in range(pp)]
+    free, done, spans = [0.0] * pp, {}, []
+    while any(queues):
+        before = len(spans)
+        for rank, queue in enumerate(queues):
+            while queue:
+                makes, needs = crossing_of(pp, rank, queue[0], train)
+                if not all(key in done for key in needs):
+                    break
+                action = queue.popleft()
+                start = max([free[rank], *(done[key] for key in needs)])
+                free[rank] = end = start + cost(action)
+                spans.append(Span(rank, action, start, end))
+                done |= dict.fromkeys(makes, end)
+        if len(spans) == before:
+            raise ValueError(f"pp {pp}, {micro_batches} micro-batches: deadlock")
+    return spans
+
+
 @cache
-def timetable(pp: int, micro_batches: int, train: bool) -> dict[tuple[str, int, int], int]:
-    """What all ranks make, as `crossing_of` names it, in that order: in which round.
+def timetable(pp: int, micro_batches: int, train: bool) -> dict[tuple[str, int, int], float]:
+    """What all ranks make, as `crossing_of` names it, each rank's in order: in which round.
 
     In a round every rank takes its next action, if what that needs was made in earlier ones.
     """
-    queues = [deque(schedule(pp, rank, micro_batches)) for rank in range(pp)]
-    made: dict[tuple[str, int, int], int] = {}
-    for now in count():
-        new, left = [], sum(map(len, queues))
-        for rank, queue in enumerate(queues):
-            makes, needs = crossing_of(pp, rank, queue[0], train) if queue else ([], [None])
-            if all(key in made for key in needs):
-                new += makes
-                queue.popleft()
-        assert sum(map(len, queues)) < left, "the ranks wait for each other"
-        made |= dict.fromkeys(new, now)
-        if not any(queues):
-            return made
+    spans = simulate(pp, micro_batches, lambda action: 1, train)
+    made = [(crossing_of(pp, span.rank, span.action, train)[0], span.start) for span in spans]
+    return {key: start for makes, start in made for key in makes}
 
 
 class Pipe:
