@@ -37,10 +37,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.checkpoint import checkpoint as recompute
 
-from common import checkpoint, hf, mxfp4
+from common import checkpoint, hf, lifecycle, mxfp4
 from common.checkpoint import Saver
 from common.config import Run, check, fail, lr_at, parse, to_json
 from common.data import IGNORE, Batch, Loader, Prefetch, read_batches, to_device
@@ -48,7 +47,6 @@ from common.dualpipev import Counts, Defer, Exchange, Route, Steps
 from common.dualpipev import run as run_schedule
 from common.graph import replay_for
 from common.lifecycle import announce, load_weights, named_parameters, resume, save, show_sample
-from common.lifecycle import close as close_run
 from common.log import Log, Profiler, Stop, figures
 from common.mesh import Mesh, Pipe, Room, from_rank_0, seeded, spread_layers, start, world_size
 from common.optim import Optimizer, build_buckets
@@ -992,11 +990,8 @@ def main(argv: list[str] | None = None) -> None:
             show_sample(trainer, log)
     except DataError as error:
         fail(error)
-    finally:
-        if trainer.replay is not None:
-            trainer.replay.drop()  # also of a process that fails, or it might never end
-    close_run(trainer, log)
+    lifecycle.close(trainer, log)
 
 
 if __name__ == "__main__":
-    record(main)()  # torchrun then shows the first traceback of all ranks
+    lifecycle.launch(main)

@@ -73,11 +73,8 @@ class Replay:
         return losses
 
     def drop(self) -> None:
-        """Let the graph go; without waiting, as a process that fails has nothing to wait for.
-
-        Before its process groups: NCCL does not end what a live graph has recorded (its
-        commDestroySync waits), neither when a group is destroyed nor at the interpreter's end.
-        """
+        """Let the graph go, before its process groups: NCCL does not end what a live graph has
+        recorded (its commDestroySync waits)."""
         self.graph, self.losses, self.nbytes = None, [], 0
 
     def run(self, batches: Sequence[Batch], loss_grad: Tensor, how: dict) -> list[Tensor]:

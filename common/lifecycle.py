@@ -8,6 +8,10 @@ A trainer is the script's Trainer: model, run, mesh, chunks, optimizer, loader, 
 
 import dataclasses
 import json
+import os
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from common import checkpoint, hf
 from common.config import fail, to_json
@@ -200,3 +205,24 @@ def close(trainer: Any, log: Log) -> None:
         dist.destroy_process_group()
     if trainer.saver.error:
         fail("the last checkpoint could not be written")
+
+
+def launch(main: Callable[[], None]) -> None:
+    """Call `main` as this process's program; torchrun then shows the first traceback of all ranks.
+
+    Where it fails in one process of several, the interpreter's end is left out: NCCL may wait there
+    for ever, for ranks that do not come and for what a CUDA graph has recorded. A checkpoint that a
+    thread is writing is still completed.
+    """
+    try:
+        record(main)()
+    except BaseException as error:
+        if not dist.is_initialized():
+            raise
+        if not isinstance(error, SystemExit):  # which has said why
+            sys.excepthook(*sys.exc_info())
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        time.sleep(1.1)  # others fail as soon as this one is gone, and torchrun counts in seconds
+        os._exit(1)

@@ -4,6 +4,7 @@ Workers are started once and live as long as the tests: a job costs milliseconds
 that torch takes to import. A job that fails costs its workers; the next one gets new ones.
 """
 
+import os
 import pickle
 import tempfile
 import time
@@ -24,7 +25,8 @@ def run(world, function, *args, backend="gloo"):
     """Call function(rank, world, *args) on `world` ranks; their results, by rank.
 
     `function` is defined at a module's top level; a default process group of `backend` exists
-    while it runs ("nccl": rank r on GPU r). Arguments and results are pickled, tensors by value.
+    while it runs ("nccl": on GPUs in turn, the current device; where there are fewer GPUs than
+    ranks, some share one). Arguments and results are pickled, tensors by value.
     The first exception of any rank is raised here, with its rank and traceback as a note;
     RuntimeError for a rank that dies, TimeoutError for a job that hangs.
     """
@@ -89,8 +91,10 @@ def _work(pipe):
 
 def _job(function, rank, world, args, backend, folder):
     torch.manual_seed(0)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
+    if backend == "nccl":  # which refuses one GPU to two ranks of a host: so they are of two
+        host, device = divmod(rank, torch.cuda.device_count())
+        os.environ["NCCL_HOSTID"] = str(host)
+        torch.cuda.set_device(device)
     limit, store = timedelta(seconds=_COLLECTIVE_S), dist.FileStore(f"{folder}/store", world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     result = function(rank, world, *args)

@@ -451,7 +451,6 @@ def on_gpu(rank, world, tensors, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("documents", [False, True])
 def test_two_gpus(documents):
     job = gpu_job(documents)

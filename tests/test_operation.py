@@ -38,8 +38,10 @@ SMALL = (
 class Job:
     """A run in processes of its own, started like a user's; `world` 0: without torchrun."""
 
-    def __init__(self, folder, world, *flags, program=SCRIPT, env=(), **popen):
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world)] if world else []
+    def __init__(self, folder, world, *flags, program=SCRIPT, node=(), env=(), **popen):
+        launcher = (
+            ["-m", "torch.distributed.run", "--nproc-per-node", world, *node] if world else []
+        )
         folder.mkdir(exist_ok=True)
         self.files = [folder / "stdout", folder / "stderr"]
         command = [sys.executable, *launcher, program, *SMALL, *flags]
@@ -194,14 +196,17 @@ def test_two_processes_go_on_from_one_hold_the_directory_and_stop_on_sigterm(
 
 # A program that plants a fault and then is the script, on every rank.
 PLANTED = """
-import os, runpy, sys
+import atexit, os, runpy, sys, time
 sys.path.insert(0, {root!r})
 from common.optim import Optimizer
+from common.tokens import DataError
+
+atexit.register(time.sleep, 1000)  # as NCCL may wait at the interpreter's end
 
 def broken(self, lr, plain=Optimizer.step, calls=[]):
     calls.append(lr)
     if len(calls) == 2 and os.environ["RANK"] == "1":
-        raise RuntimeError("planted on rank 1 at step 2")
+        raise {error}("planted on rank 1 at step 2")
     return plain(self, lr)
 
 Optimizer.step = broken
@@ -209,19 +214,24 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-def test_an_exception_on_one_rank_ends_the_job_and_is_shown(start, tmp_path):
-    """Case 30."""
+@pytest.mark.parametrize("error", ["RuntimeError", "DataError"])
+def test_an_exception_on_one_rank_ends_the_job_and_is_shown(start, tmp_path, error):
+    """Case 30. What the data is to blame for is one line, without a traceback."""
     program = tmp_path / "planted.py"
-    program.write_text(PLANTED.format(root=str(ROOT), script=str(SCRIPT)))
+    program.write_text(PLANTED.format(root=str(ROOT), script=str(SCRIPT), error=error))
     flags = "--pp 2 --steps 1000 --save-every 1 --out".split()
     job = start(2, *flags, tmp_path / "run", program=program)
     job.wait_for("step 1/1000")
     began = time.monotonic()
     assert job.ends(60) not in (0, None) and time.monotonic() - began < 60
-    assert "RuntimeError: planted on rank 1 at step 2" in job.err and "in broken" in job.err
-    root_cause = job.err.split("Root Cause")[1]  # torchrun's summary
-    assert "rank      : 1 " in root_cause and "planted on rank 1 at step 2" in root_cause
     assert "step 2/1000" not in job.out
+    if error == "RuntimeError":
+        assert "RuntimeError: planted on rank 1 at step 2" in job.err and "in broken" in job.err
+        root_cause = job.err.split("Root Cause")[1]  # torchrun's summary
+        assert "rank      : 1 " in root_cause and "planted on rank 1 at step 2" in root_cause
+    else:
+        assert "error: planted on rank 1 at step 2\n" in job.err and "[rank1]" not in job.err
+    assert saved_steps(tmp_path / "run") == [1]  # which was being written
 
 
 def test_a_killed_rank_ends_the_job_and_the_run_goes_on_from_its_checkpoint(start, one, tmp_path):
@@ -242,6 +252,52 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on_from_its_checkpoint(star
     main("--out", out, "--steps", step + 4, "--save-every", 0)
     assert len(losses(out)) == step + 4
     same_losses(out, one, 7)
+
+
+# A program that is the script, on GPUs in turn as in tests/pool.py. Rank 1 fails in the third step
+# that a CUDA graph replays.
+PLANTED_ON_GPUS = """
+import os, runpy, signal, sys, torch
+sys.path.insert(0, {root!r})
+rank, replay = int(os.environ["RANK"]), torch.cuda.CUDAGraph.replay
+host, device = divmod(rank, torch.cuda.device_count())
+os.environ.update(NCCL_HOSTID=str(host), LOCAL_RANK=str(device))
+
+def broken(self, calls=[]):
+    calls.append(self)
+    if len(calls) == 3 and rank == 1:
+        {fault}
+    replay(self)
+
+torch.cuda.CUDAGraph.replay = broken
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(
+    "fault, shown",
+    [
+        ("raise RuntimeError('planted')", "RuntimeError: planted"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+    ],
+)
+def test_a_recorded_job_ends_on_all_nodes_when_a_rank_fails(start, tmp_path, nodes, fault, shown):
+    """Case 30, with exchanges that wait in a CUDA graph for ever."""
+    program = tmp_path / "planted.py"
+    program.write_text(PLANTED_ON_GPUS.format(root=str(ROOT), script=str(SCRIPT), fault=fault))
+    flags = "--ep 2 --dtype bf16 --seq-len 128 --steps 1000 --save-every 0 --out".split()
+    port = 29500 + os.getpid() % 1000 if nodes == 2 else 0
+    meet = f"--nnodes {nodes} --master-addr 127.0.0.1 --master-port {port} --node-rank".split()
+    jobs = [
+        start(2 // nodes, *flags, tmp_path / "run", program=program, node=[*meet, i] * (nodes > 1))
+        for i in range(nodes)
+    ]
+    jobs[0].wait_for("step 2/1000")
+    began = time.monotonic()
+    assert all(job.ends(60) not in (0, None) for job in jobs) and time.monotonic() - began < 60
+    assert shown in jobs[-1].err
 
 
 # ------------------------------------------------------------------------------------------------

@@ -288,30 +288,42 @@ GPU_SIZES = {  # for the library's attention and the Triton kernels
 }  # fmt: skip
 
 
+def current_gpu():
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def train_on_gpus(rank, world, flags):
     """Five steps; the records, whether a graph was recorded, and this rank's weights.
 
     Before the last, with the graph alive, an evaluation, noted as that step's.
     """
     run = config(**flags)
-    script, t = script_of(run), trainer(run, build_mesh(run, torch.device("cuda", rank)), GPU_SIZES)
+    script, t = script_of(run), trainer(run, build_mesh(run, current_gpu()), GPU_SIZES)
     records = [script.train_step(t, step) for step in range(1, 5)]
     evaluated = script.evaluate(t)
     records.append(script.train_step(t, 5) | dict(evaluated=evaluated))
     weights = [p.detach().cpu() for _, p in script.named_parameters(t.chunks)]
-    return records, t.replay is not None and t.replay.graph is not None, weights
+    recorded = t.replay is not None and t.replay.graph is not None
+    if recorded and t.pipe is not None:
+        assert len(t.replay.reduced) == sum(len(chunk.buckets) for chunk in t.chunks)
+    return records, recorded, weights
+
+
+ON_GPUS = [(name, layout) for name in SCRIPTS for layout in ("ep2", "pp2", "cp2")]
+ON_GPUS += [
+    ("train_qwen3_moe", layout) for layout in ("dp2", "pp2 ep2", "pp2 dp2", "cp2 ep2, folded")
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("axis", ["ep", "pp", "cp"])
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_two_gpus_recorded_and_not(name, axis):
-    """With exchanges in a CUDA graph and without: same bits. In fp32 as on one GPU."""
+@pytest.mark.parametrize("name, layout", ON_GPUS)
+def test_gpus_recorded_and_not(name, layout):
+    """With exchanges and reductions in a CUDA graph and without: same bits. In fp32 as on one."""
+    world, axes = LAYOUTS[layout]
     common = dict(script=name, seq_len=128, lr=1e-3)
-    flags = dict(common, dtype="bf16", deterministic=True, **{axis: 2})
+    flags = dict(common, dtype="bf16", deterministic=True, **axes)
     runs = [
-        pool.run(2, train_on_gpus, dict(flags, cuda_graph=graph), backend="nccl")
+        pool.run(world, train_on_gpus, dict(flags, cuda_graph=graph), backend="nccl")
         for graph in (True, False)
     ]
     for (records, recorded, weights), (want, not_recorded, exact) in zip(*runs, strict=True):
@@ -320,11 +332,11 @@ def test_two_gpus_recorded_and_not(name, axis):
             for key in ("loss", "grad_norm", "evaluated"):
                 assert a.get(key) == b.get(key), key
         assert all(torch.equal(a, b) for a, b in zip(weights, exact, strict=True))
-    one, two = (
+    one, several = (
         pool.run(n, train_on_gpus, dict(common, dtype="fp32", **own), backend="nccl")
-        for n, own in ((1, {}), (2, {axis: 2}))
+        for n, own in ((1, {}), (world, axes))
     )
-    for a, b in zip(two[0][0], one[0][0], strict=True):
+    for a, b in zip(several[0][0], one[0][0], strict=True):
         for key in ("loss", "grad_norm"):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
 
@@ -446,7 +458,7 @@ def test_a_rank_whose_experts_nobody_chooses():
 def train_from(rank, world, flags, out, steps, saved_at=None, sizes=SCRIPTS):
     """Resume what is in `out`, or start; the losses of `steps`, this rank's slices at the start."""
     run = config(out=out, **flags)
-    device = torch.device("cuda", rank) if sizes is GPU_SIZES else torch.device("cpu")
+    device = current_gpu() if sizes is GPU_SIZES else torch.device("cpu")
     script, t = script_of(run), trainer(run, build_mesh(run, device), sizes)
     found = checkpoint.latest(out)
     if found is not None:
@@ -527,7 +539,6 @@ def train_from_on_gpus(*job):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("axis", ["ep", "pp", "cp"])
 def test_one_gpu_goes_on_from_two(axis, tmp_path):
     """Saved through NCCL with a graph alive; masters are the same bits, losses as bf16 rounds."""

@@ -398,7 +398,6 @@ def on_gpu(rank, world, tensors, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("case", ["qwen3", "deepseek", "gpt-oss", "gpt-oss window", "4 documents"])
 def test_two_gpus(case):
     """err(ring, exact) <= 2 * err(eager bf16 in one process, exact) + floor."""

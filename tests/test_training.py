@@ -21,7 +21,7 @@ from common.graph import Replay, replay_for
 from common.mesh import build as build_mesh
 from common.mesh import spread_layers
 from common.optim import decays
-from common.tokens import DataError, write_tokens
+from common.tokens import write_tokens
 from tests import small
 from tests.oracle import randomise, relative
 from tests.small import steps
@@ -698,21 +698,6 @@ def test_bad_token_in_mid_run_is_one_line(tiny, tmp_path):
     shard.write_bytes(ids)
     with pytest.raises(SystemExit, match="token 65535 at offset 100"):
         main("--out", tmp_path / "o", "--data", tmp_path / "d", "--steps", 4)
-
-
-@pytest.mark.parametrize("error", [DataError("bad"), RuntimeError("bad"), KeyboardInterrupt()])
-def test_what_was_recorded_goes_also_when_a_run_fails(error, tiny, tmp_path, monkeypatch):
-    """Or the failing process might not end, and torchrun wait for it."""
-    replay = Replay([], 1, graph="a graph")
-
-    def failing(trainer, log, done):
-        trainer.replay = replay
-        raise error
-
-    monkeypatch.setattr(script, "train", failing)
-    with pytest.raises(SystemExit if isinstance(error, DataError) else type(error)):
-        main("--out", tmp_path / "o", "--steps", 4)
-    assert replay.graph is None
 
 
 @pytest.mark.gpu

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from bench.peers.job import Clock, Job, read, report
 from common.config import check
-from common.lifecycle import close
+from common.lifecycle import close, launch
 from common.log import Log
 from common.mesh import Mesh, start
 
@@ -94,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    record(main)()  # torchrun then says which rank failed first, and of what
+    launch(main)
