@@ -36,6 +36,8 @@ from torch import Tensor
 from common import hf, rundir
 
 FORMAT = 1  # of trainer/; raised when an older reader would misread it
+_WRITER, _LAST_WAIT_S = "checkpoint", 10  # the threads that write; see finish_writing
+_ending = threading.Event()
 
 
 class CheckpointError(OSError):
@@ -127,8 +129,9 @@ class Saver:
                         f.write(file.read_bytes())
 
         self.error = f"the thread that writes step {step} died"  # until it says otherwise
-        # Not a daemon: a run that ends or fails meanwhile still gets its checkpoint.
-        self._thread = threading.Thread(target=self._run, args=(step, began, tmp, record, write))
+        # Not a daemon: a run that ends meanwhile still gets its checkpoint.
+        work = step, began, tmp, record, write
+        self._thread = threading.Thread(target=self._run, args=work, name=_WRITER)
         self._thread.start()
 
     def poll(self) -> list[str]:
@@ -166,7 +169,7 @@ class Saver:
         for rank in range(1, self.world):
             mark = _mark_file(tmp, rank)
             while not mark.is_file():
-                limit_s = self.timeout_s if threading.main_thread().is_alive() else 10
+                limit_s = _LAST_WAIT_S if _ending.is_set() else self.timeout_s
                 if time.monotonic() - began > limit_s:
                     errors.append(f"not done after {limit_s:g} s (rank {rank})")
                     raise OSError("; ".join(errors))
@@ -190,6 +193,17 @@ class Saver:
         older = latest(self.out)
         left = f"{older.name} is intact" if older else "there is no earlier checkpoint"
         self._lines.append(f"could not save step {step}: {error}; the run goes on, {left}")
+
+
+def finish_writing() -> None:
+    """For a process that has failed: complete what is being written, and return then.
+
+    For parts of other ranks, which may have failed too, it waits 10 s.
+    """
+    _ending.set()
+    for thread in threading.enumerate():
+        if thread.name == _WRITER:
+            thread.join()
 
 
 def save(

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -221,8 +220,6 @@ def launch(main: Callable[[], None]) -> None:
             raise
         if not isinstance(error, SystemExit):  # which has said why
             sys.excepthook(*sys.exc_info())
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+        checkpoint.finish_writing()
         time.sleep(1.1)  # others fail as soon as this one is gone, and torchrun counts in seconds
         os._exit(1)

@@ -626,6 +626,20 @@ def on_two_ranks(tmp_path, broken):
     return *(json.loads((tmp_path / f"said-{rank}").read_text()) for rank in range(2)), out
 
 
+def test_a_process_that_has_failed_waits_for_other_ranks_but_a_moment(tmp_path, monkeypatch):
+    """Rank 0's thread, while rank 1's part never comes."""
+    monkeypatch.setattr(checkpoint, "_LAST_WAIT_S", 0.3)
+    monkeypatch.setattr(checkpoint, "_ending", threading.Event())
+    saver = checkpoint.Saver(tmp_path, keep_last=None, world=2, timeout_s=600)
+    args = 2, time.monotonic(), tmp_path / ".tmp-step-00000002", {}, lambda: None
+    saver._thread = threading.Thread(target=saver._run, args=args, name=checkpoint._WRITER)
+    saver._thread.start()
+    began = time.monotonic()
+    checkpoint.finish_writing()
+    assert not saver._thread.is_alive() and time.monotonic() - began < 20
+    assert "not done after 0.3 s (rank 1)" in saver.error
+
+
 def test_a_rank_that_cannot_say_it_is_done(tmp_path):
     rank0, rank1, out = on_two_ranks(tmp_path, "mark")
     assert rank0[0] == [
