@@ -1,5 +1,7 @@
 """Tape, cuts, deferral and pairing against plain autograd; the schedule in unit costs."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -135,27 +137,116 @@ def test_pair_alternates():
     assert log == ["f0", "b0", "f1", "b1", "f2"]
 
 
-def test_exchange_over_a_group(tmp_path):
-    """A real all-to-all (of one rank) is a cut, and its gradient comes back along it."""
+def taped(log, w):
+    """A chunk of one exchange that notes what runs when; called as a layer's steps are."""
+
+    def chunk(x, batch, defer):
+        h = (batch if x is None else x) * w
+        h.register_hook(lambda grad: log.append("backward behind the exchange"))
+        log.append("launch")
+        (y,) = yield Exchange(Route(), (h,))
+        log.append("resume")
+        y = y * w
+        y.register_hook(lambda grad: log.append("backward before the exchange"))
+        return y.sum() if x is not None else y
+
+    return chunk
+
+
+def test_run_overlaps_pairs_and_tells_that_a_chunk_is_finished():
+    """While one direction's rows travel the other computes; chunk 1's gradients are complete, and
+    on their way, before chunk 0's last are computed (phases 7 and 8)."""
+    log, w = [], torch.ones(3, requires_grad=True)
+    chunks = [taped(log, w), taped(log, w)]
+
+    @contextmanager
+    def around(name):
+        log.append(name)
+        yield
+
+    done = dict(finished=lambda chunk: log.append(f"finished {chunk}"), around=around)
+    batches = [torch.ones(3) for _ in range(4)]
+    run(chunks, batches, torch.ones(()), pipe=hand_over, cut_all=True, **done)
+    named = [i for i, name in enumerate(log) if name[1] == " "]  # f 0.1, b 1.0 and so on
+    paired = [i for i in named if " + " in log[i]]
+    assert len(paired) == 5
+    for i in paired:
+        assert log[i + 1 : i + 5] == [
+            "launch", "backward before the exchange", "resume", "backward behind the exchange"
+        ]  # fmt: skip
+    tail = [name for name in log if name[1] == " " or "finished" in name][-5:]
+    assert tail == ["b 1.3", "finished 1", "b 0.3", "w 0.3", "finished 0"]
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A real process group, of one rank."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        route = Route(dist.group.WORLD, (4,), (4,))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
-        def steps(x, w):
-            ids = torch.arange(4)
-            y, ids, h = yield Exchange(route, (x * w, ids), keep=(x + w,))
-            return (y * h)[ids].sum()
 
-        x, w = (torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-        tape = Tape()
-        pair(forward(steps(x, w), tape), None)
-        assert len(tape.cuts) == 1
-        pair(backward(tape, torch.ones((), dtype=torch.float64)), None)
-        torch.testing.assert_close(x.grad, (2 * x * w + w * w).detach(), rtol=1e-14, atol=0)
-        torch.testing.assert_close(w.grad, (2 * x * w + x * x).detach(), rtol=1e-14, atol=0)
-    finally:
-        dist.destroy_process_group()
+def test_an_exchange_is_waited_for_only_after_the_others_turn(group, monkeypatch):
+    log, plain = [], dist.all_to_all_single
+
+    class Work:
+        def __init__(self, work):
+            self.work = work
+
+        def wait(self):
+            log.append("wait")
+            self.work.wait()
+
+    def launched(*args, **kwargs):
+        log.append("launch")
+        return Work(plain(*args, **kwargs))
+
+    def other():
+        log.append("other")
+        yield
+
+    def steps(x):
+        (y,) = yield Exchange(Route(group, (4,), (4,)), (x * 2,))
+        return y.sum()
+
+    monkeypatch.setattr(dist, "all_to_all_single", launched)
+    tape = Tape()
+    pair(forward(steps(torch.ones(4, requires_grad=True)), tape), other())
+    pair(backward(tape, torch.ones(())), other())
+    assert log == ["launch", "other", "wait"] * 2
+
+
+def test_what_a_rank_does_not_use_comes_back_as_zeros(group):
+    """Its peers wait for it: every tensor that carries a gradient travels back."""
+    a, b = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def steps():
+        x, _ = yield Exchange(Route(group, (4,), (4,)), (a * 3, b * 3))
+        return x.sum()
+
+    tape = Tape()
+    pair(forward(steps(), tape), None)
+    pair(backward(tape, torch.ones((), dtype=torch.float64)), None)
+    assert a.grad.tolist() == [3] * 4 and b.grad.tolist() == [0] * 4
+
+
+def test_exchange_over_a_group(group):
+    """A real all-to-all (of one rank) is a cut, and its gradient comes back along it."""
+    route = Route(group, (4,), (4,))
+
+    def steps(x, w):
+        ids = torch.arange(4)
+        y, ids, h = yield Exchange(route, (x * w, ids), keep=(x + w,))
+        return (y * h)[ids].sum()
+
+    x, w = (torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    tape = Tape()
+    pair(forward(steps(x, w), tape), None)
+    assert len(tape.cuts) == 1
+    pair(backward(tape, torch.ones((), dtype=torch.float64)), None)
+    torch.testing.assert_close(x.grad, (2 * x * w + w * w).detach(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(w.grad, (2 * x * w + x * x).detach(), rtol=1e-14, atol=0)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -98,6 +98,11 @@ def test_groups_by_hand(world, axes, rank, where, pipeline, want):
     assert {name: groups[name] for name in want} == want
 
 
+def test_counts_have_a_communicator_of_their_own():
+    """Else they queue behind the rows of the exchange before them."""
+    assert on_rank(0, 64, lambda run, mesh: mesh.counts is not mesh.experts, **LARGE)
+
+
 def test_every_rank_makes_the_same_groups_in_the_same_order(monkeypatch):
     """Else the ranks would wait for each other in new_group."""
     made, plain = [], dist.new_group

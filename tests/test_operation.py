@@ -198,15 +198,21 @@ def test_two_processes_go_on_from_one_hold_the_directory_and_stop_on_sigterm(
 PLANTED = """
 import atexit, os, runpy, sys, time
 sys.path.insert(0, {root!r})
+from common import checkpoint
 from common.optim import Optimizer
 from common.tokens import DataError
 
+def slowly(*args, plain=checkpoint.write_slices):
+    time.sleep(1)
+    plain(*args)
+
+checkpoint.write_slices = slowly
 atexit.register(time.sleep, 1000)  # as NCCL may wait at the interpreter's end
 
 def broken(self, lr, plain=Optimizer.step, calls=[]):
     calls.append(lr)
     if len(calls) == 2 and os.environ["RANK"] == "1":
-        raise {error}("planted on rank 1 at step 2")
+        {fault}
     return plain(self, lr)
 
 Optimizer.step = broken
@@ -217,8 +223,8 @@ runpy.run_path({script!r}, run_name="__main__")
 @pytest.mark.parametrize("error", ["RuntimeError", "DataError"])
 def test_an_exception_on_one_rank_ends_the_job_and_is_shown(start, tmp_path, error):
     """Case 30. What the data is to blame for is one line, without a traceback."""
-    program = tmp_path / "planted.py"
-    program.write_text(PLANTED.format(root=str(ROOT), script=str(SCRIPT), error=error))
+    program, fault = tmp_path / "planted.py", f"raise {error}('planted on rank 1 at step 2')"
+    program.write_text(PLANTED.format(root=str(ROOT), script=str(SCRIPT), fault=fault))
     flags = "--pp 2 --steps 1000 --save-every 1 --out".split()
     job = start(2, *flags, tmp_path / "run", program=program)
     job.wait_for("step 1/1000")
@@ -232,6 +238,25 @@ def test_an_exception_on_one_rank_ends_the_job_and_is_shown(start, tmp_path, err
     else:
         assert "error: planted on rank 1 at step 2\n" in job.err and "[rank1]" not in job.err
     assert saved_steps(tmp_path / "run") == [1]  # which was being written
+
+
+def test_a_rank_that_hangs_ends_the_job_after_the_timeout(start, tmp_path):
+    program = tmp_path / "planted.py"
+    fault = "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(1000)"
+    program.write_text(PLANTED.format(root=str(ROOT), script=str(SCRIPT), fault=fault))
+    flags = "--pp 2 --steps 1000 --save-every 0 --timeout 4 --out".split()
+    job = start(2, *flags, tmp_path / "run", program=program)
+    job.wait_for("step 1/1000")
+    began = time.monotonic()
+    assert job.ends(60) not in (0, None) and time.monotonic() - began < 20
+    assert "timed out" in job.err.lower(), job.err
+
+
+def test_eight_processes_train_like_one(start, one, tmp_path):
+    out = tmp_path / "run"
+    job = start(8, *"--pp 2 --cp 2 --ep 4 --steps 2 --save-every 0".split(), "--out", out)
+    assert job.ends() == 0, job.err
+    same_losses(out, one, 2)
 
 
 def test_a_killed_rank_ends_the_job_and_the_run_goes_on_from_its_checkpoint(start, one, tmp_path):

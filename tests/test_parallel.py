@@ -133,7 +133,7 @@ def close(got, want, bound):
     assert got.keys() == want.keys()
     for key, x in want.items():
         assert got[key].shape == x.shape, key
-        assert (got[key] - x).abs().max() <= bound * max(x.abs().max(), 1e-3), key
+        assert (got[key] - x).abs().max() <= bound * x.abs().max(), key
 
 
 BOUNDS = {"fp64": 1e-12, "fp32": 1e-5}
@@ -159,7 +159,7 @@ def test_layout_equals_one_process(name, layout, dtype, tmp_path):
             assert a["expert_load"] == b["expert_load"] and a["tokens"] == b["tokens"]
         assert loss == pytest.approx(evaluated, rel=10 * bound)
     close(whole([r[1] for r in ranks]), whole([first]), bound)  # gradients
-    close(whole([r[2] for r in ranks]), whole([last]), 50 * bound)  # weights and moments
+    close(whole([r[2] for r in ranks]), whole([last]), 5 * bound)  # weights and moments
 
     saved = checkpoint.latest(tmp_path)
     reader = hf.Reader(saved)
@@ -170,7 +170,7 @@ def test_layout_equals_one_process(name, layout, dtype, tmp_path):
             for hf_name, view in script.hf_views(weight, x.view(shape)):
                 view = on_disk(view)
                 error = (reader.read(hf_name).to(x.dtype) - view).abs().max()
-                assert error <= 50 * bound * max(view.abs().max(), 1e-3), hf_name
+                assert error <= 5 * bound * view.abs().max(), hf_name
 
 
 @functools.cache
@@ -213,7 +213,7 @@ class Again:
 
 
 def train_recorded(rank, world, flags, record):
-    """Five steps, in the last of which there is too little room; records, graphs made, slices.
+    """Five steps, in the last of which one rank has too little room; records, graphs made, slices.
 
     Each has another number of valid targets, so another gradient of the loss, and in between is an
     evaluation.
@@ -243,7 +243,7 @@ def train_recorded(rank, world, flags, record):
     )  # fmt: skip
     with mock.patch.multiple(torch.cuda, **stand_in):
         for step in range(1, 6):
-            if t.room is not None and step == 5:
+            if t.room is not None and step == 5 and rank == world - 1:
                 t.room.need.fill_(10**6)
             records.append(script.train_step(t, step))
             if step == 4:
@@ -346,8 +346,67 @@ def test_gpus_recorded_and_not(name, layout):
 # ------------------------------------------------------------------------------------------------
 
 
-def test_the_same_run_twice_gives_the_same_bits():
-    runs = [pool.run(4, train, dict(pp=2, ep=2, dtype="fp32")) for _ in range(2)]
+def train_other(rank, world, sizes, flags):
+    """As `train`, a model of other sizes."""
+    with mock.patch.dict(SCRIPTS["train_qwen3_moe"], sizes):
+        return train(rank, world, flags)
+
+
+@pytest.mark.parametrize("sizes, flags", [
+    (dict(tie_word_embeddings=True), dict(pp=2)),  # and two replicas
+    ({}, dict(global_batch=12)),  # case 2: four replicas, three micro-batches each
+    (dict(num_experts_per_tok=4), dict(ep=4)),
+])  # fmt: skip
+def test_other_models_and_batches_on_four_ranks(sizes, flags):
+    flags = dict(flags, clip=0.0)
+    alone = {k: v for k, v in flags.items() if k not in ("pp", "ep")}
+    records, first, last, evaluated = train_other(0, 1, sizes, alone)
+    ranks = pool.run(4, train_other, sizes, flags)
+    for theirs, _, _, loss in ranks:
+        for a, b in zip(theirs, records, strict=True):
+            for key in ("loss", "grad_norm", "balance"):
+                assert a[key] == pytest.approx(b[key], rel=1e-11), key
+        assert loss == pytest.approx(evaluated, rel=1e-11)
+    close(whole([r[1] for r in ranks]), whole([first]), 1e-12)
+    close(whole([r[2] for r in ranks]), whole([last]), 5e-12)
+
+
+def train_unlabelled(rank, world, flags):
+    """Two steps in which every second sequence, all of one replica, has no target."""
+    run = config(**flags)
+    script, t = script_of(run), trainer(run, build_mesh(run, torch.device("cpu")))
+    take = t.batches.take
+
+    def half(number):
+        batches, _ = take(number)
+        for batch in batches:
+            odd = batch.numbers[:, 0] // run.seq_len % 2 == 1
+            batch.targets[odd] = script.IGNORE
+        return batches, sum(int((b.targets != script.IGNORE).sum()) for b in batches)
+
+    t.batches.take = half
+    records = [script.train_step(t, step) for step in (1, 2)]
+    return records, [(n, k, at, x.clone()) for n, k, at, x in t.optimizer.slices()]
+
+
+@pytest.mark.parametrize("layout", ["dp2", "ep2", "pp2 dp2"])
+def test_a_rank_without_targets(layout):
+    """Case 6."""
+    world, axes = LAYOUTS[layout]
+    records, slices = train_unlabelled(0, 1, {})
+    ranks = pool.run(world, train_unlabelled, axes)
+    for theirs, _ in ranks:
+        for a, b in zip(theirs, records, strict=True):
+            for key in ("loss", "grad_norm"):
+                assert a[key] == pytest.approx(b[key], rel=1e-11), key
+    close(whole([r[1] for r in ranks]), whole([slices]), 5e-12)
+
+
+@pytest.mark.parametrize("sizes, flags", [
+    ({}, dict(pp=2, ep=2)), (dict(num_experts_per_tok=4), dict(ep=4)),  # sums of three and more
+])  # fmt: skip
+def test_the_same_run_twice_gives_the_same_bits(sizes, flags):
+    runs = [pool.run(4, train_other, sizes, dict(flags, dtype="fp32")) for _ in range(2)]
     for a, b in zip(*runs, strict=True):
         assert [r["loss"] for r in a[0]] == [r["loss"] for r in b[0]]
         for (name, kind, at, x), (_, _, also_at, y) in zip(a[2], b[2], strict=True):
@@ -405,22 +464,26 @@ def test_exchanges_wait_for_no_numbers_after_the_first_step(name):
 
 
 @pytest.mark.parametrize("name,layout", [
-    *(("train_qwen3_moe", layout) for layout in ("cp2", "cp4", "pp2 cp2")),
+    *(("train_qwen3_moe", layout) for layout in ("dp2", "cp2", "cp4", "pp2 cp2")),
     ("train_deepseek_v2_lite", "cp2 ep2, folded"), ("train_gpt_oss", "cp2 ep2, folded"),
 ])  # fmt: skip
 def test_isolated_documents_in_context_parallel(name, layout, tmp_path):
-    """Case 29, and the balance of routed slots, with documents that begin inside blocks."""
+    """Case 29, and the balance of routed slots, with documents that begin inside blocks; the one
+    held-out sequence counts once, whatever fills up the other micro-batches."""
     from tests.test_training import documents  # here: it brings transformers into every worker
 
     documents(tmp_path / "d", samples=64, seq_len=16)
     world, axes = LAYOUTS[layout]
     flags = dict(script=name, data=(str(tmp_path / "d"),), isolate_documents=True, clip=0.0)
-    records, first, _, _ = train(0, 1, flags)
+    records, first, _, evaluated = train(0, 1, flags)
+    assert evaluated[1] < 2 * 16  # of one sequence
     plain = train(0, 1, {**flags, "isolate_documents": False})[0]
     assert records[0]["loss"] != plain[0]["loss"]
     ranks = pool.run(world, train, {**axes, **flags})
-    for a, b in zip(ranks[0][0], records, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-11)
+    for theirs, _, _, loss in ranks:
+        assert loss == pytest.approx(evaluated, rel=1e-11)
+        for a, b in zip(theirs, records, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-11)
     close(whole([r[1] for r in ranks]), whole([first]), 1e-12)
 
 
