@@ -760,11 +760,11 @@ def gather_report(trainer: Trainer, values: list[Tensor], rows: list[Tensor]) ->
 
 
 def train_step(
-    trainer: Trainer, step: int, around=lambda name: nullcontext(), stop: bool = False
+    trainer: Trainer, step: int, around=lambda name: nullcontext(), stop=lambda: False
 ) -> dict[str, Any]:
     """One optimizer step over the next global batch; returns what the log shows of it.
 
-    `stop`: this rank was asked to stop; all of them read record["stop"]. The host waits for the
+    `stop()`: this rank was asked to stop; all of them read record["stop"]. The host waits for the
     device after the last backward: with --ep for whether there was room, for the gradient norm,
     and for the loss with the routers' statistics.
     """
@@ -777,7 +777,7 @@ def train_step(
     lr = lr_at(run, step)
     with around("optimizer"):
         grad_norm, skipped = t.optimizer.step(lr)
-    scalars = [loss, torch.full_like(loss, float(stop))]
+    scalars = [loss, torch.full_like(loss, float(stop()))]
     (loss, stops), table = gather_report(t, scalars, update_routers(t, skipped))
     tokens = run.global_batch * run.seq_len
     t.tokens, t.micro_batches = t.tokens + tokens, t.micro_batches + len(batches)
@@ -832,7 +832,7 @@ def set_up(run: Config) -> tuple[Trainer, Log, int]:
     found = from_rank_0(checkpoint.latest(run.out))
     if run.eval_only and found is None and run.init_from is None:
         raise ValueError(f"--eval-only: no checkpoint in --out {run.out}, and no --init-from")
-    held = lock(run.out) if mesh.rank == 0 and not run.eval_only else None
+    held = None if run.eval_only else lock(run.out)
     chunks = build(model, run, mesh)
     if run.init_from is not None and found is None:
         load_weights(chunks, run.init_from, mesh, hf_views, hf_fused, whole)
@@ -858,7 +858,7 @@ def train(trainer: Trainer, log: Log, done: int) -> bool:
     stopped = False
     for step in range(done + 1, run.steps + 1):
         profiler.step_begin(step)
-        shown = train_step(t, step, profiler.range, bool(stop.requested))
+        shown = train_step(t, step, profiler.range, lambda: bool(stop.requested))
         stopped = shown.pop("stop")
         log.step(shown)
         profiler.step_end(step)

@@ -24,6 +24,7 @@ reads `sharded/` again and leaves it there, and its files lack the {"format": "p
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -37,7 +38,7 @@ from common import hf, rundir
 
 FORMAT = 1  # of trainer/; raised when an older reader would misread it
 _WRITER, _LAST_WAIT_S = "checkpoint", 10  # the threads that write; see finish_writing
-_ending = threading.Event()
+_failed: list[float] = []  # when this process did (time.monotonic)
 
 
 class CheckpointError(OSError):
@@ -169,8 +170,10 @@ class Saver:
         for rank in range(1, self.world):
             mark = _mark_file(tmp, rank)
             while not mark.is_file():
-                limit_s = _LAST_WAIT_S if _ending.is_set() else self.timeout_s
-                if time.monotonic() - began > limit_s:
+                since, limit_s = began, self.timeout_s
+                if _failed:
+                    since, limit_s = max(began, _failed[0]), _LAST_WAIT_S
+                if time.monotonic() - since > limit_s:
                     errors.append(f"not done after {limit_s:g} s (rank {rank})")
                     raise OSError("; ".join(errors))
                 time.sleep(0.02)
@@ -185,22 +188,26 @@ class Saver:
         self.error = error
         if self.rank > 0:
             return
+        goes_on = "" if _failed else "the run goes on, "
         if error is None:
             took_s = time.monotonic() - began
-            self._lines.append(f"saved step {step} in {self.out} ({took_s:.1f} s)")
-            return
-        shutil.rmtree(tmp, ignore_errors=True)
-        older = latest(self.out)
-        left = f"{older.name} is intact" if older else "there is no earlier checkpoint"
-        self._lines.append(f"could not save step {step}: {error}; the run goes on, {left}")
+            line = f"saved step {step} in {self.out} ({took_s:.1f} s)"
+        else:
+            shutil.rmtree(tmp, ignore_errors=True)
+            older = latest(self.out)
+            left = f"{older.name} is intact" if older else "there is no earlier checkpoint"
+            line = f"could not save step {step}: {error}; {goes_on}{left}"
+        self._lines.append(line)
+        if _failed:  # nobody will ask
+            print(line, file=sys.stderr, flush=True)
 
 
 def finish_writing() -> None:
-    """For a process that has failed: complete what is being written, and return then.
+    """For a process that has failed: complete what is being written, and say on stderr how it went.
 
-    For parts of other ranks, which may have failed too, it waits 10 s.
+    From now on parts of other ranks, which may have failed too, are waited for 10 s.
     """
-    _ending.set()
+    _failed.append(time.monotonic())
     for thread in threading.enumerate():
         if thread.name == _WRITER:
             thread.join()

@@ -93,8 +93,9 @@ def resume(path: Path, trainer: Any, config: dict[str, Any]) -> int:
     """Go on from a checkpoint of this model; returns its step. Raises ValueError if it differs.
 
     `config`: this model's config.json. The model, the optimizer and what the sample order depends
-    on must be the run's. All other flags are taken as they are given now: so --steps N, say, means
-    the schedule of N steps. Data may have changed: `announce` says so.
+    on must be the run's; for --eval-only the model alone. All other flags are taken as they are
+    given now: so --steps N, say, means the schedule of N steps. Data may have changed: `announce`
+    says so.
     """
     t, state = trainer, checkpoint.load_state(path)
     kind = hf.read_json(path / "config.json").get("model_type")
@@ -103,7 +104,7 @@ def resume(path: Path, trainer: Any, config: dict[str, Any]) -> int:
             f"{path} is of a run of {kind}, this script trains {config['model_type']}: use another "
             f"--out, or the script of that run"
         )
-    fixed = ("seed", "seq_len", "optimizer")
+    fixed = () if t.run.eval_only else ("seed", "seq_len", "optimizer")
     mine = dataclasses.asdict(t.model) | {key: getattr(t.run, key) for key in fixed}
     theirs = state["model"] | {key: state["run"][key] for key in fixed}
     for key, value in json.loads(json.dumps(mine)).items():  # tuples are lists there
@@ -112,7 +113,8 @@ def resume(path: Path, trainer: Any, config: dict[str, Any]) -> int:
                 f"{path}: {key} is {theirs.get(key)} there and {value} here: use another --out, or "
                 f"the flags of that run"
             )
-    checkpoint.load_slices(path, t.optimizer.slices())
+    slices = [s for s in t.optimizer.slices() if s[1] == "master" or not t.run.eval_only]
+    checkpoint.load_slices(path, slices)
     t.optimizer.refresh_params()
     saved = checkpoint.load_buffers(path)
     for name, buffer in router_buffers(t.chunks).items():
@@ -131,8 +133,11 @@ def resume(path: Path, trainer: Any, config: dict[str, Any]) -> int:
 def announce(trainer: Any, log: Log, what: str, found: Path | None, step: int) -> None:
     """Say what runs, where and on which data, and what a user may not expect."""
     run, mesh = trainer.run, trainer.mesh
-    on = f"{mesh.world} x {mesh.device.type}; data {trainer.loader.fingerprint}"
-    log.say(f"{what}, {on}")
+    data = ", ".join(
+        f"{name} {source['tokens']:,} tokens ({source['sha256'][:8]})"
+        for name, source in trainer.loader.fingerprint.items()
+    )
+    log.say(f"{what}, {mesh.world} x {mesh.device.type}; data {data}")
     for passed in checkpoint.incomplete(run.out).items():
         log.say("passed over {}: {}".format(*passed))
     bias = "the routing bias is kept in trainer/ only: Hugging Face's format has no place for it"
@@ -209,17 +214,18 @@ def close(trainer: Any, log: Log) -> None:
 def launch(main: Callable[[], None]) -> None:
     """Call `main` as this process's program; torchrun then shows the first traceback of all ranks.
 
-    Where it fails in one process of several, the interpreter's end is left out: NCCL may wait there
-    for ever, for ranks that do not come and for what a CUDA graph has recorded. A checkpoint that a
-    thread is writing is still completed.
+    Where it fails, a checkpoint that a thread is writing is still completed. One process of several
+    then leaves out the interpreter's end: NCCL may wait there for ever, for ranks that do not come
+    and for what a CUDA graph has recorded.
     """
     try:
         record(main)()
     except BaseException as error:
-        if not dist.is_initialized():
-            raise
-        if not isinstance(error, SystemExit):  # which has said why
+        alone = not dist.is_initialized()
+        if not alone and not isinstance(error, SystemExit):  # which has said why
             sys.excepthook(*sys.exc_info())
         checkpoint.finish_writing()
+        if alone:
+            raise
         time.sleep(1.1)  # others fail as soon as this one is gone, and torchrun counts in seconds
         os._exit(1)

@@ -22,7 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+import torch.distributed as dist
+
 from common import hf
+from common.mesh import from_rank_0
 
 
 def step_dir(out: Path, step: int) -> Path:
@@ -148,15 +151,28 @@ def _fsync_dir(path):
 # ---------------------------------------------------------------- one run at a time
 
 
-def lock(out: str | Path) -> BinaryIO:
-    """Claim <out> for this process as long as the returned file is open; makes the directory.
+def lock(out: str | Path) -> BinaryIO | None:
+    """Claim <out> for this job as long as the file is open that rank 0 gets; makes the directory.
 
-    The lock is advisory (flock on <out>/.lock) and ends with the process, however that ends. Where
-    the file system has no locks, nothing is claimed.
+    Every rank calls this. The lock is advisory (flock on <out>/.lock) and ends with rank 0's
+    process, however that ends. Where the file system has no locks, nothing is claimed.
 
-    Raises ValueError that names the process that has it, or if <out> cannot be made or written.
+    Raises ValueError, on all ranks, that names the process that has it, or if <out> cannot be made
+    or written.
     """
-    out = Path(out)
+    file, error = None, None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            file = _claim(Path(out))
+        except ValueError as e:
+            error = str(e)
+    error = from_rank_0(error)
+    if error is not None:
+        raise ValueError(error)
+    return file
+
+
+def _claim(out: Path) -> BinaryIO:
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = open(out / ".lock", "ab+", buffering=0)
@@ -168,7 +184,9 @@ def lock(out: str | Path) -> BinaryIO:
         file.seek(0)
         holder = file.readline(200).decode(errors="replace").strip() or "another run"
         file.close()
-        raise ValueError(f"{out} is in use by {holder}: use another --out or stop that run") from e
+        raise ValueError(
+            f"--out {out} is in use by {holder}: use another --out or stop that run"
+        ) from e
     except OSError as e:
         if e.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise

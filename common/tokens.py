@@ -58,7 +58,8 @@ class Source:
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [start, stop) as int64 and, as bool, whether each may be a target.
 
-        Raises DataError with file and offset for an id outside the source's vocabulary.
+        Raises DataError with file and offset for an id outside the source's vocabulary, with the
+        file if it has been cut off.
         """
         ids, keep = np.empty(stop - start, np.int64), np.ones(stop - start, bool)
         at = start
@@ -66,13 +67,12 @@ class Source:
             k, offset = self._locate(at)
             count = min(stop, self.starts[k + 1]) - at
             here, there = slice(at - start, at - start + count), slice(offset, offset + count)
-            ids[here] = (
-                _mapped(self.files[k], DTYPES[self.meta["dtype"]])
-                if self.memory is None
-                else self.memory
-            )[there]
+            if self.memory is None:
+                ids[here] = _cut(self.files[k], DTYPES[self.meta["dtype"]], there)
+            else:
+                ids[here] = self.memory[there]
             if self.masks[k] is not None:
-                keep[here] = _mapped(self.masks[k], np.dtype("u1"))[there] != 0
+                keep[here] = _cut(self.masks[k], np.dtype("u1"), there) != 0
             at += count
         if ids.max() >= self.meta["vocab_size"]:
             bad = int(np.argmax(ids >= self.meta["vocab_size"]))
@@ -92,6 +92,14 @@ class Source:
 @functools.lru_cache(maxsize=256)  # a map holds a file descriptor, a corpus may have 10,000 shards
 def _mapped(file: Path, dtype: np.dtype) -> np.ndarray:
     return np.memmap(file, dtype, mode="r")
+
+
+def _cut(file: Path, dtype: np.dtype, there: slice) -> np.ndarray:
+    """Part of a file. Raises DataError where it ends before: reading the map would be SIGBUS."""
+    whole = _mapped(file, dtype)
+    if whole.base.size() < there.stop * dtype.itemsize:
+        raise DataError(f"data: {file} was cut off while this run reads it")
+    return whole[there]
 
 
 def parse_spec(spec: str) -> tuple[str, float]:

@@ -176,6 +176,9 @@ def test_two_processes_go_on_from_one_hold_the_directory_and_stop_on_sigterm(
         main("--out", out, "--steps", 3)
     (pid,) = re.findall(r"in use by process (\d+) on ", str(refused.value))
     assert int(pid) in children(job.process.pid) and "\n" not in str(refused.value)
+    second = start(2, "--pp", 2, "--out", out)
+    assert second.ends() == 1 and second.err.count(f"error: --out {out} is in use by") == 1
+    assert "[rank" not in second.err  # no traceback of a rank
 
     job.process.send_signal(signal.SIGTERM)  # torchrun passes it on to both
     assert job.ends() != 0  # torchrun's own status
@@ -344,7 +347,7 @@ def test_signals_end_a_run_after_a_saved_step_and_it_goes_on_at_the_next(start, 
         if name == "SIGTERM":
             second = start(0, "--steps", 2, "--out", out)
             assert second.ends() == 1 and second.out == ""
-            said = f"error: {out} is in use by process {job.process.pid} on "
+            said = f"error: --out {out} is in use by process {job.process.pid} on "
             assert second.err.startswith(said) and second.err.count("\n") == 1, second.err
         job.process.send_signal(signal.Signals[name])
         assert job.ends() == 0 and job.err == "", job.err
@@ -465,7 +468,11 @@ def test_memory_does_not_grow_with_the_steps(world, axes, counted):
 def stops(rank, world):
     run = test_parallel.config(pp=2)
     t = test_parallel.trainer(run, build_mesh(run, torch.device("cpu")))
-    return [script.train_step(t, step, stop=step == 2 and rank == 1)["stop"] for step in (1, 2)]
+
+    def asked():  # on one rank, in the second step
+        return rank == 1 and t.optimizer.t == 2
+
+    return [script.train_step(t, step, stop=asked)["stop"] for step in (1, 2)]
 
 
 def test_a_signal_to_one_rank_stops_all_of_them():

@@ -12,6 +12,7 @@ import torch
 
 from common.data import Loader
 from common.tokens import (
+    DataError,
     decoder,
     encoder,
     load_tokenizer,
@@ -170,6 +171,19 @@ def test_a_shard_that_was_cut_off_is_named(tmp_path):
     assert open_source(str(tmp_path / "a")).starts == [0, 30, 60, 90]
     (tmp_path / "a" / "more.bin").write_bytes(b"")
     refuses("more.bin is a stray file", str(tmp_path / "a"))
+
+
+@pytest.mark.parametrize("suffix", ["bin", "mask"])
+def test_a_shard_that_is_cut_off_while_it_is_read_is_named(tmp_path, suffix):
+    """Its map would end the process with SIGBUS."""
+    masks = [np.ones(30, np.uint8)] * 3
+    write_tokens(tmp_path / "a", np.split(np.arange(90), 3), META, masks=masks)
+    loader, samples = Loader([str(tmp_path / "a")], 10, 1000, 0), [(0, i) for i in range(8)]
+    loader.read(samples)
+    (tmp_path / "a" / f"00001.{suffix}").write_bytes(b"")
+    loader.read(samples[:2])
+    with pytest.raises(DataError, match=f"00001.{suffix} was cut off while this run reads it"):
+        loader.read(samples)
 
 
 def test_shards_in_meta_are_optional(tmp_path):

@@ -219,6 +219,10 @@ def test_eval_only_and_init_from(tiny, tmp_path, capsys):
     said = capsys.readouterr().out.split("eval loss ")[1].split()[0]
     main("--out", tmp_path / "a", "--eval-only")
     assert capsys.readouterr().out.split("eval loss ")[1].split()[0] == said
+    main("--out", tmp_path / "a", "--eval-only", "--optimizer", "muon", "--seed", 7)
+    assert capsys.readouterr().out.split("eval loss ")[1].split()[0] == said
+    main("--out", tmp_path / "a", "--eval-only", "--seq-len", 16)
+    assert capsys.readouterr().out.split("eval loss ")[1].split()[0] != said
     main("--out", tmp_path / "b", "--eval-only", "--init-from", tmp_path / "a" / "step-00000006")
     assert capsys.readouterr().out.split("eval loss ")[1].split()[0] == said
 
