@@ -130,6 +130,18 @@ def table(o: Overlap) -> str:
     return "\n".join(lines)
 
 
+def summary(path: Path) -> str:
+    """One line on a trace, for a row of figures: "hidden: SendRecv 87 %; host waits: 2"; "" where
+    no kernel was traced. Host waits are calls that wait, not the copies they wait for."""
+    try:
+        o = analyse(read(path))
+    except ValueError:
+        return ""
+    shares = [f"{name} {100 * x.hidden_us / (x.us or 1):.0f} %" for name, x in o.exchanges.items()]
+    waits = sum(number for name, (number, _) in o.waits.items() if WAITS.match(name))
+    return f"hidden: {', '.join(shares) or 'no exchanges'}; host waits: {waits}"
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     shown = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("bench.overlap", description=__doc__, formatter_class=shown)

@@ -34,6 +34,7 @@ from types import ModuleType
 
 import torch
 
+from bench import overlap
 from bench.peers import ours
 from bench.peers.job import MARK, Job, write
 from bench.results import ROOT, append, commit_of
@@ -312,6 +313,9 @@ def compare(args: argparse.Namespace) -> dict[str, dict | str]:
         )  # fmt: skip
         result = run(contender, own, args.timeout)
         if isinstance(result, dict):
+            if contender.name == "ours" and job.trace:
+                seen = overlap.summary(Path(job.out) / ours.TRACE)
+                result["note"] = "; ".join(filter(None, [result["note"], seen]))
             result = row(contender.name, own, result, flops, commit)
         outcomes[contender.name] = result
         print(f"{contender.name}: {result if isinstance(result, str) else 'done'}", flush=True)

@@ -327,12 +327,10 @@ def schedule(pp: int, rank: int, micro_batches: int) -> Iterator[Action]:
     for _ in range(pp - rank - 1):  # 5: the way down is empty
         yield act(5, b=1)
         yield act(5, f=1, b=0)
-    hold, middle = False, (rank + 1) // 2
+    middle, even = (rank + 1) // 2, rank % 2 == 0
     for i in range(rank + 1):  # 6: both drain; from the middle on, weight gradients are held back
-        hold = hold or (i == middle and rank % 2 == 1)
-        yield act(6, b=1, hold=hold)
-        hold = hold or (i == middle and rank % 2 == 0)
-        yield act(6, b=0, hold=hold)
+        yield act(6, b=1, hold=i >= middle + even)
+        yield act(6, b=0, hold=i >= middle)
     for _ in range(pp - rank - 1):  # 7: a weight gradient between two backwards
         yield Action(w=held.popleft(), phase=7)
         yield act(7, b=0, hold=True)

@@ -63,6 +63,14 @@ def test_figures(tmp_path):
     }
 
 
+def test_summary(tmp_path):
+    path = write(tmp_path / "t.json", EVENTS)
+    assert overlap.summary(path) == "hidden: AllReduce 0 %, SendRecv 50 %; host waits: 3"
+    write(path, [event("kernel", "gemm", 0, 10)])
+    assert overlap.summary(path) == "hidden: no exchanges; host waits: 0"
+    assert overlap.summary(write(path, [])) == ""  # as on a CPU
+
+
 def test_table(tmp_path, capsys):
     overlap.main([str(write(tmp_path / "t.json", EVENTS))])
     out = capsys.readouterr().out.splitlines()

@@ -160,9 +160,10 @@ def test_two_processes(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     results = tmp_path / "results.csv"
     flags = f"{SMALL} --gpus 2 --flag ep=2 --trace --out {tmp_path} --results {results}"
+    monkeypatch.setattr(overlap, "summary", lambda path: f"seen in {path.name}")  # of GPUs only
     throughput.main(flags.split())
     (row,) = csv.DictReader(results.read_text().splitlines())
-    assert (row["gpu"], row["gpus"], row["note"]) == ("cpu", "2", "ep=2")
+    assert (row["gpu"], row["gpus"], row["note"]) == ("cpu", "2", f"ep=2; seen in {ours.TRACE}")
     assert float(row["tokens_per_s"]) == pytest.approx(128 / float(row["step_s"]), rel=0.02)
     out, log = capsys.readouterr().out, (tmp_path / "ours.log").read_text()
     assert "fp32 on 2 x cpu, torch" in out
