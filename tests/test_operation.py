@@ -206,7 +206,7 @@ from common.optim import Optimizer
 from common.tokens import DataError
 
 def slowly(*args, plain=checkpoint.write_slices):
-    time.sleep(1)
+    time.sleep(2.5)
     plain(*args)
 
 checkpoint.write_slices = slowly
