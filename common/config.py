@@ -163,7 +163,13 @@ def _parse_with(Config: type, presets: dict[str, dict[str, Any]], preset: str, a
     title = (sys.modules[Config.__module__].__doc__ or "").strip().split("\n")[0]
     shown = f"{title}\n\nPresets: {', '.join(presets)}. The defaults below are those of {preset}."
     default = Config(**{"preset": preset, **presets[preset]})
-    return tyro.cli(Config, default=default, args=argv, description=shown, console_outputs=_rank0())
+    try:
+        return tyro.cli(
+            Config, default=default, args=argv, description=shown, console_outputs=_rank0()
+        )
+    except BrokenPipeError:  # --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
 
 
 def _rank0() -> bool:

@@ -255,6 +255,12 @@ def test_a_rank_that_hangs_ends_the_job_after_the_timeout(start, tmp_path):
     assert "timed out" in job.err.lower(), job.err
 
 
+def test_help_of_which_the_head_is_read():
+    command = f"{sys.executable} {SCRIPT} --help | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: ") and done.stderr == ""
+
+
 def test_eight_processes_train_like_one(start, one, tmp_path):
     out = tmp_path / "run"
     job = start(8, *"--pp 2 --cp 2 --ep 4 --steps 2 --save-every 0".split(), "--out", out)
