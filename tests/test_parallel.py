@@ -14,8 +14,8 @@ import torch
 
 import train_qwen3_moe as script
 from common import checkpoint, graph, hf
+from common.mesh import Room, seeded
 from common.mesh import build as build_mesh
-from common.mesh import seeded
 from tests import pool
 from tests.oracle import on_disk
 
@@ -622,9 +622,12 @@ def test_one_gpu_goes_on_from_two(axis, tmp_path):
 # ------------------------------------------------------------------------------------------------
 
 
-def wire(rank, world, force):
-    """Bytes this rank sends in one forward and backward of one layer, by kind and direction."""
-    E, K, tokens = 16, 4, 64
+def wire(rank, world, force, tokens=64, reserved=False):
+    """Bytes this rank sends in one forward and backward of one layer, by kind and direction.
+
+    reserved: of a second step, with the room that the first has set.
+    """
+    E, K = 16, 4
     model = dataclasses.replace(
         MODEL, num_hidden_layers=1, num_experts=E, num_experts_per_tok=K, hidden_size=48
     )
@@ -632,7 +635,8 @@ def wire(rank, world, force):
     mesh = build_mesh(run, torch.device("cpu"))
     chunks = script.build(model, run, mesh)
     numbers = rank * tokens + torch.arange(tokens)[None]
-    batch = script.Batch(*torch.randint(0, 257, (2, 1, tokens)), numbers=numbers)
+    room = Room(run, mesh, K) if reserved else None
+    batch = script.Batch(*torch.randint(0, 257, (2, 1, tokens)), numbers=numbers, room=room)
     routes = batch.routes = {}
     sent, plain = [], torch.distributed.all_to_all_single
 
@@ -645,6 +649,11 @@ def wire(rank, world, force):
     try:
         one = torch.ones((), dtype=torch.float32)
         script.run_schedule(chunks, [batch], one)
+        if reserved:
+            assert room.settle()
+            sent.clear()
+            script.run_schedule(chunks, [batch], one)
+            assert room.settle()
     finally:
         torch.distributed.all_to_all_single = plain
     return sent, routes[0]
@@ -675,3 +684,18 @@ def test_bytes_on_the_wire(ep, force):
     else:  # ep · (1 - C(E - E/ep, K) / C(E, K)) ranks a token, on average
         away = math.comb(E - E // ep, K) / math.comb(E, K)
         assert total / (ep * tokens) == pytest.approx(ep * (1 - away), rel=0.1)
+
+
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_bytes_on_the_wire_with_reserved_room(ep):
+    """From the second step on every rank sends --room times the most rows that one sent another."""
+    D, K, E, tokens = 48, 4, 16, 256
+    ranks = pool.run(ep, wire, "random", tokens, True)
+    to = [sum(any(e // (E // ep) == d for e in row) for row in ids.tolist())
+          for _, ids in ranks for d in range(ep)]  # fmt: skip
+    rows = ep * min(math.ceil(1.25 * max(to) / 64) * 64, tokens)
+    for sent, _ in ranks:
+        assert [b for *_, b in sent] == [
+            8 * ep * 2, 2 * rows * D, 4 * rows * K, 4 * rows * K,
+            2 * rows * D, 2 * rows * D, 2 * rows * D, 4 * rows * K,
+        ]  # fmt: skip
