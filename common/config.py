@@ -147,6 +147,9 @@ def parse(Config: type, presets: dict[str, dict[str, Any]], argv: list[str] | No
     preset, named = Config().preset, bool(argv) and not argv[0].startswith("-")
     if named:
         preset, argv = argv[0], argv[1:]  # tyro's help hides a positional that it has consumed
+    for word in argv:
+        if word.partition("=")[0] == "--preset":
+            _exit(f"--preset: no flag, its name alone stands first; use {', '.join(presets)}")
     run = _parse_with(Config, presets, preset, argv)
     if run.preset != preset and named:
         _exit(f"two presets: {preset} and {run.preset}; use one")
@@ -159,6 +162,8 @@ def _parse_with(Config: type, presets: dict[str, dict[str, Any]], preset: str, a
     if preset not in presets:
         guess = nearest(preset, presets)
         hint = f"; did you mean {guess}?" if guess else ""
+        if preset.lower() in ("true", "false"):
+            hint = "; a switch takes no value: --compile, --no-compile"
         _exit(f"unknown preset {preset}: use {', '.join(presets)}{hint}")
     title = (sys.modules[Config.__module__].__doc__ or "").strip().split("\n")[0]
     shown = f"{title}\n\nPresets: {', '.join(presets)}. The defaults below are those of {preset}."

@@ -60,6 +60,8 @@ def test_every_kind_of_flag():
         (["30b"], ["unknown preset 30b", "tiny", "did you mean 30b-a3b"]),
         (["--steps", "5", "30b"], ["unknown preset 30b", "tiny"]),
         (["tiny", "30b-a3b"], ["two presets", "tiny", "30b-a3b"]),
+        (["--preset", "30b-a3b"], ["--preset: no flag", "stands first", "30b-a3b"]),
+        (["--deterministic", "True"], ["unknown preset True", "--no-compile"]),
         (["--optimizer", "sgd"], ["sgd", "adamw", "muon"]),
         (["--steps", "1.5"], ["--steps", "1.5"]),
     ],
