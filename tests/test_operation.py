@@ -39,12 +39,12 @@ class Job:
     """A run in processes of its own, started like a user's; `world` 0: without torchrun."""
 
     def __init__(self, folder, world, *flags, program=SCRIPT, node=(), env=(), **popen):
-        launcher = (
-            ["-m", "torch.distributed.run", "--nproc-per-node", world, *node] if world else []
-        )
+        # Jobs run side by side: without `node` each finds a port of its own.
+        node = node or "--standalone --local-addr 127.0.0.1".split()
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", world, *node]
         folder.mkdir(exist_ok=True)
         self.files = [folder / "stdout", folder / "stderr"]
-        command = [sys.executable, *launcher, program, *SMALL, *flags]
+        command = [sys.executable, *(launcher if world else []), program, *SMALL, *flags]
         env = {**os.environ, "OMP_NUM_THREADS": "1", **dict(env)}
         with open(self.files[0], "w") as out, open(self.files[1], "w") as err:
             self.process = subprocess.Popen(
