@@ -30,6 +30,11 @@ class Exchange:
     us: float
     hidden_us: float
 
+    @property
+    def hidden(self) -> float:
+        """Share of its time."""
+        return self.hidden_us / self.us if self.us else 0.0
+
 
 @dataclass
 class Overlap:
@@ -123,8 +128,7 @@ def table(o: Overlap) -> str:
         *("", "| exchange | kernels | ms | hidden |", "|---|---|---|---|"),
     ]
     for name, x in o.exchanges.items():
-        share = x.hidden_us / x.us if x.us else 0
-        lines.append(f"| {name} | {x.number} | {x.us / 1e3:.3f} | {100 * share:.1f} % |")
+        lines.append(f"| {name} | {x.number} | {x.us / 1e3:.3f} | {100 * x.hidden:.1f} % |")
     lines += ["", "| the host waits | number | ms |", "|---|---|---|"]
     lines += [f"| {name} | {n} | {us / 1e3:.3f} |" for name, (n, us) in sorted(o.waits.items())]
     return "\n".join(lines)
@@ -137,7 +141,7 @@ def summary(path: Path) -> str:
         o = analyse(read(path))
     except ValueError:
         return ""
-    shares = [f"{name} {100 * x.hidden_us / (x.us or 1):.0f} %" for name, x in o.exchanges.items()]
+    shares = [f"{name} {100 * x.hidden:.0f} %" for name, x in o.exchanges.items()]
     waits = sum(number for name, (number, _) in o.waits.items() if WAITS.match(name))
     return f"hidden: {', '.join(shares) or 'no exchanges'}; host waits: {waits}"
 

@@ -188,7 +188,6 @@ class Saver:
         self.error = error
         if self.rank > 0:
             return
-        goes_on = "" if _failed else "the run goes on, "
         if error is None:
             took_s = time.monotonic() - began
             line = f"saved step {step} in {self.out} ({took_s:.1f} s)"
@@ -196,7 +195,8 @@ class Saver:
             shutil.rmtree(tmp, ignore_errors=True)
             older = latest(self.out)
             left = f"{older.name} is intact" if older else "there is no earlier checkpoint"
-            line = f"could not save step {step}: {error}; {goes_on}{left}"
+            left = left if _failed else f"the run goes on, {left}"
+            line = f"could not save step {step}: {error}; {left}"
         self._lines.append(line)
         if _failed:  # nobody will ask
             print(line, file=sys.stderr, flush=True)

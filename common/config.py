@@ -173,12 +173,19 @@ def _parse_with(Config: type, presets: dict[str, dict[str, Any]], preset: str, a
             Config, default=default, args=argv, description=shown, console_outputs=_rank0()
         )
     except BrokenPipeError:  # --help | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()
         raise SystemExit(1) from None
 
 
 def _rank0() -> bool:
     return os.environ.get("RANK", "0") == "0"  # torchrun: one message, not one a process
+
+
+def drop_stdout() -> None:
+    """Drop what is still written to stdout, and what is buffered: nobody can read it any more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _exit(message: str):

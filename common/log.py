@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from urllib.parse import urlparse
 
 import torch
 
-from common.config import profile_window
+from common.config import drop_stdout, profile_window
 
 
 class Log:
@@ -72,9 +71,7 @@ class Log:
         try:
             print(text, flush=True)
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())  # for what is still buffered, too
-            os.close(nowhere)
+            drop_stdout()
 
     def step(self, record: dict[str, Any]) -> None:
         """Print the step's line and append `record` to metrics.jsonl.

@@ -89,12 +89,20 @@ def _work(pipe):
         pipe.send_bytes(answer)  # once the tests have ended this ends the worker too
 
 
+def gpu_of(rank):
+    """The GPU of this process, which is that rank: in turn, so that ranks may share one.
+
+    NCCL refuses one GPU to two ranks of a host: so they are said to be of two.
+    """
+    host, device = divmod(rank, torch.cuda.device_count())
+    os.environ["NCCL_HOSTID"] = str(host)
+    return device
+
+
 def _job(function, rank, world, args, backend, folder):
     torch.manual_seed(0)
-    if backend == "nccl":  # which refuses one GPU to two ranks of a host: so they are of two
-        host, device = divmod(rank, torch.cuda.device_count())
-        os.environ["NCCL_HOSTID"] = str(host)
-        torch.cuda.set_device(device)
+    if backend == "nccl":
+        torch.cuda.set_device(gpu_of(rank))
     limit, store = timedelta(seconds=_COLLECTIVE_S), dist.FileStore(f"{folder}/store", world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     result = function(rank, world, *args)

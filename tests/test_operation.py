@@ -223,17 +223,39 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("error", ["RuntimeError", "DataError"])
-def test_an_exception_on_one_rank_ends_the_job_and_is_shown(start, tmp_path, error):
-    """Case 30. What the data is to blame for is one line, without a traceback."""
-    program, fault = tmp_path / "planted.py", f"raise {error}('planted on rank 1 at step 2')"
-    program.write_text(PLANTED.format(root=str(ROOT), script=str(SCRIPT), fault=fault))
-    flags = "--pp 2 --steps 1000 --save-every 1 --out".split()
-    job = start(2, *flags, tmp_path / "run", program=program)
-    job.wait_for("step 1/1000")
+def plant(folder, program, fault):
+    """The program's file, with the fault in it."""
+    path = folder / "planted.py"
+    path.write_text(program.format(root=str(ROOT), script=str(SCRIPT), fault=fault))
+    return path
+
+
+def end_badly(*jobs):
+    """Seconds until all have ended, none of them well."""
     began = time.monotonic()
-    assert job.ends(60) not in (0, None) and time.monotonic() - began < 60
-    assert "step 2/1000" not in job.out
+    assert all(job.ends(60) not in (0, None) for job in jobs)
+    return time.monotonic() - began
+
+
+@pytest.fixture
+def broken_job(start, tmp_path):
+    """broken_job(fault, *flags) → (Job, seconds until it ended): rank 1 of 2 fails in step 2."""
+
+    def run(fault, *flags):
+        flags = (*"--pp 2 --steps 1000".split(), *flags, "--out", tmp_path / "run")
+        job = start(2, *flags, program=plant(tmp_path, PLANTED, fault))
+        job.wait_for("step 1/1000")
+        return job, end_badly(job)
+
+    return run
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "DataError"])
+def test_an_exception_on_one_rank_ends_the_job_and_is_shown(broken_job, tmp_path, error):
+    """Case 30. What the data is to blame for is one line, without a traceback."""
+    fault = f"raise {error}('planted on rank 1 at step 2')"
+    job, seconds = broken_job(fault, "--save-every", 1)
+    assert seconds < 60 and "step 2/1000" not in job.out
     if error == "RuntimeError":
         assert "RuntimeError: planted on rank 1 at step 2" in job.err and "in broken" in job.err
         root_cause = job.err.split("Root Cause")[1]  # torchrun's summary
@@ -243,15 +265,10 @@ def test_an_exception_on_one_rank_ends_the_job_and_is_shown(start, tmp_path, err
     assert saved_steps(tmp_path / "run") == [1]  # which was being written
 
 
-def test_a_rank_that_hangs_ends_the_job_after_the_timeout(start, tmp_path):
-    program = tmp_path / "planted.py"
+def test_a_rank_that_hangs_ends_the_job_after_the_timeout(broken_job):
     fault = "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(1000)"
-    program.write_text(PLANTED.format(root=str(ROOT), script=str(SCRIPT), fault=fault))
-    flags = "--pp 2 --steps 1000 --save-every 0 --timeout 4 --out".split()
-    job = start(2, *flags, tmp_path / "run", program=program)
-    job.wait_for("step 1/1000")
-    began = time.monotonic()
-    assert job.ends(60) not in (0, None) and time.monotonic() - began < 20
+    job, seconds = broken_job(fault, "--save-every", 0, "--timeout", 4)
+    assert seconds < 20
     assert "timed out" in job.err.lower(), job.err
 
 
@@ -288,14 +305,15 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on_from_its_checkpoint(star
     same_losses(out, one, 7)
 
 
-# A program that is the script, on GPUs in turn as in tests/pool.py. Rank 1 fails in the third step
+# A program that is the script, on GPUs that ranks may share. Rank 1 fails in the third step
 # that a CUDA graph replays.
 PLANTED_ON_GPUS = """
 import os, runpy, signal, sys, torch
 sys.path.insert(0, {root!r})
+from tests.pool import gpu_of
+
 rank, replay = int(os.environ["RANK"]), torch.cuda.CUDAGraph.replay
-host, device = divmod(rank, torch.cuda.device_count())
-os.environ.update(NCCL_HOSTID=str(host), LOCAL_RANK=str(device))
+os.environ["LOCAL_RANK"] = str(gpu_of(rank))
 
 def broken(self, calls=[]):
     calls.append(self)
@@ -319,18 +337,16 @@ runpy.run_path({script!r}, run_name="__main__")
 )
 def test_a_recorded_job_ends_on_all_nodes_when_a_rank_fails(start, tmp_path, nodes, fault, shown):
     """Case 30, with exchanges that wait in a CUDA graph for ever."""
-    program = tmp_path / "planted.py"
-    program.write_text(PLANTED_ON_GPUS.format(root=str(ROOT), script=str(SCRIPT), fault=fault))
+    program = plant(tmp_path, PLANTED_ON_GPUS, fault)
     flags = "--ep 2 --dtype bf16 --seq-len 128 --steps 1000 --save-every 0 --out".split()
-    port = 29500 + os.getpid() % 1000 if nodes == 2 else 0
-    meet = f"--nnodes {nodes} --master-addr 127.0.0.1 --master-port {port} --node-rank".split()
+    port = 29500 + os.getpid() % 1000
+    meet = f"--nnodes 2 --master-addr 127.0.0.1 --master-port {port} --node-rank".split()
+    places = [()] if nodes == 1 else [(*meet, 0), (*meet, 1)]
     jobs = [
-        start(2 // nodes, *flags, tmp_path / "run", program=program, node=[*meet, i] * (nodes > 1))
-        for i in range(nodes)
+        start(2 // nodes, *flags, tmp_path / "run", program=program, node=node) for node in places
     ]
     jobs[0].wait_for("step 2/1000")
-    began = time.monotonic()
-    assert all(job.ends(60) not in (0, None) for job in jobs) and time.monotonic() - began < 60
+    assert end_badly(*jobs) < 60
     assert shown in jobs[-1].err
 
 

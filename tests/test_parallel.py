@@ -101,7 +101,7 @@ def train(rank, world, flags, out=None):
     records, slices = [], []
     for step in (1, 2, 3):
         records.append(script.train_step(t, step))
-        slices.append([(n, kind, at, x.clone()) for n, kind, at, x in t.optimizer.slices()])
+        slices.append(copied(t))
     if out is not None:
         script.save(t, 3, script.hf_views, script.hf_config(t.model, t.run.dtype))
         t.saver.wait()
@@ -129,6 +129,18 @@ def one_process(items):
     return train(0, 1, dict(items))
 
 
+def copied(t):
+    """This rank's slices of the optimizer's state, as they are now."""
+    return [(n, kind, at, x.clone()) for n, kind, at, x in t.optimizer.slices()]
+
+
+def alike(records, want, rel, keys=("loss", "grad_norm", "balance")):
+    """Of every step."""
+    for a, b in zip(records, want, strict=True):
+        for key in keys:
+            assert a[key] == pytest.approx(b[key], rel=rel), key
+
+
 def close(got, want, bound):
     assert got.keys() == want.keys()
     for key, x in want.items():
@@ -152,10 +164,9 @@ def test_layout_equals_one_process(name, layout, dtype, tmp_path):
     common["clip"] = 0.0 if dtype == "fp64" else 1.0
     records, first, last, evaluated = one_process(tuple(common.items()))
     ranks = pool.run(world, train, {**axes, **common}, tmp_path)
-    for rank, (theirs, _, _, loss) in enumerate(ranks):
+    for theirs, _, _, loss in ranks:
+        alike(theirs, records, 10 * bound)
         for a, b in zip(theirs, records, strict=True):
-            for key in ("loss", "grad_norm", "balance"):
-                assert a[key] == pytest.approx(b[key], rel=10 * bound), (rank, key)
             assert a["expert_load"] == b["expert_load"] and a["tokens"] == b["tokens"]
         assert loss == pytest.approx(evaluated, rel=10 * bound)
     close(whole([r[1] for r in ranks]), whole([first]), bound)  # gradients
@@ -336,9 +347,7 @@ def test_gpus_recorded_and_not(name, layout):
         pool.run(n, train_on_gpus, dict(common, dtype="fp32", **own), backend="nccl")
         for n, own in ((1, {}), (world, axes))
     )
-    for a, b in zip(several[0][0], one[0][0], strict=True):
-        for key in ("loss", "grad_norm"):
-            assert a[key] == pytest.approx(b[key], rel=1e-4), key
+    alike(several[0][0], one[0][0], 1e-4, ("loss", "grad_norm"))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -363,9 +372,7 @@ def test_other_models_and_batches_on_four_ranks(sizes, flags):
     records, first, last, evaluated = train_other(0, 1, sizes, alone)
     ranks = pool.run(4, train_other, sizes, flags)
     for theirs, _, _, loss in ranks:
-        for a, b in zip(theirs, records, strict=True):
-            for key in ("loss", "grad_norm", "balance"):
-                assert a[key] == pytest.approx(b[key], rel=1e-11), key
+        alike(theirs, records, 1e-11)
         assert loss == pytest.approx(evaluated, rel=1e-11)
     close(whole([r[1] for r in ranks]), whole([first]), 1e-12)
     close(whole([r[2] for r in ranks]), whole([last]), 5e-12)
@@ -386,7 +393,7 @@ def train_unlabelled(rank, world, flags):
 
     t.batches.take = half
     records = [script.train_step(t, step) for step in (1, 2)]
-    return records, [(n, k, at, x.clone()) for n, k, at, x in t.optimizer.slices()]
+    return records, copied(t)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "ep2", "pp2 dp2"])
@@ -396,9 +403,7 @@ def test_a_rank_without_targets(layout):
     records, slices = train_unlabelled(0, 1, {})
     ranks = pool.run(world, train_unlabelled, axes)
     for theirs, _ in ranks:
-        for a, b in zip(theirs, records, strict=True):
-            for key in ("loss", "grad_norm"):
-                assert a[key] == pytest.approx(b[key], rel=1e-11), key
+        alike(theirs, records, 1e-11, ("loss", "grad_norm"))
     close(whole([r[1] for r in ranks]), whole([slices]), 5e-12)
 
 
@@ -455,9 +460,8 @@ def test_exchanges_wait_for_no_numbers_after_the_first_step(name):
         again = pool.run(2, counted, flags, room)
         for (records, reads, weights), (want, _, exact) in zip(again, plain, strict=True):
             assert reads[1] == reads[0] + 1 and reads[2] == 1, reads  # the first try, then waiting
+            alike(records, want, 1e-12)
             for a, b in zip(records, want, strict=True):
-                for key in ("loss", "grad_norm", "balance"):
-                    assert a[key] == pytest.approx(b[key], rel=1e-12), key
                 assert a["expert_load"] == b["expert_load"]
             for a, b in zip(weights, exact, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
@@ -482,8 +486,7 @@ def test_isolated_documents_in_context_parallel(name, layout, tmp_path):
     ranks = pool.run(world, train, {**axes, **flags})
     for theirs, _, _, loss in ranks:
         assert loss == pytest.approx(evaluated, rel=1e-11)
-        for a, b in zip(theirs, records, strict=True):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-11)
+        alike(theirs, records, 1e-11, ["loss"])
     close(whole([r[1] for r in ranks]), whole([first]), 1e-12)
 
 
@@ -502,7 +505,7 @@ def train_to_rank_0(rank, world, flags):
 
     t.optimizer.step = note_gradients
     records = [script.train_step(t, step) for step in (1, 2, 3)]
-    return records, [(n, k, at, x.clone()) for n, k, at, x in t.optimizer.slices()], stacks
+    return records, copied(t), stacks
 
 
 def test_a_rank_whose_experts_nobody_chooses():
@@ -514,8 +517,7 @@ def test_a_rank_whose_experts_nobody_chooses():
         assert stacks and not any(grad.any() for grad in stacks.values())
     close(whole([r[1] for r in ranks]), whole([slices]), 1e-11)
     for theirs, _, _ in ranks:
-        for a, b in zip(theirs, records, strict=True):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-11)
+        alike(theirs, records, 1e-11, ["loss"])
 
 
 def train_from(rank, world, flags, out, steps, saved_at=None, sizes=SCRIPTS):
@@ -526,7 +528,7 @@ def train_from(rank, world, flags, out, steps, saved_at=None, sizes=SCRIPTS):
     found = checkpoint.latest(out)
     if found is not None:
         assert script.resume(found, t, script.hf_config(t.model, "fp32")) == steps[0] - 1
-    slices = [(n, k, at, x.clone()) for n, k, at, x in t.optimizer.slices()]
+    slices = copied(t)
     losses = []
     for step in steps:
         losses.append(script.train_step(t, step)["loss"])
